@@ -28,7 +28,6 @@ The rows are in `cases`, clocks and ceilings in `timing`, the prediction in `pre
 
 import dataclasses
 import gc
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -41,7 +40,7 @@ from distlab.measure import allocated_bytes, attempt, call_ms, launched, peak_me
 
 from . import cases as table
 from .cases import VARIANTS, Case, Function, first, leaves, runner, upstream_of, with_gradients
-from .chains import CHAINS, OPERATIONS, TRAFFIC, accounts, chain_case
+from .chains import CHAINS, STEPS, TRAFFIC, accounts, chain_case
 from .prediction import predicted
 from .timing import Prepared, calls_within, ceilings, device_ms, fits, prepare, spills
 from .view import COMPARISON, VIEW, beside_peers, compare
@@ -55,9 +54,8 @@ TEMPLATES = {
 }
 # on the profiler's list of the device
 NO_KERNELS = ("Memcpy", "Memset", "Activity", "Lazy", "Optimizer.")
-# Of the largest value: sums, then one rounding; in fp8 every factor is rounded to three bits or
-# two.
-TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 4e-2, "float8_linear": 0.1}
+# Dtype → largest error, relative to the largest value: that of sums, then of one rounding.
+TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 4e-2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Config(Options):
     chain: tuple[str, ...] = option(
         (),
         "operations to apply one after the other to one tensor instead",
-        choices=tuple(OPERATIONS),
+        choices=tuple(STEPS),
     )
     variants: tuple[str, ...] = option(VARIANTS, "forms to time", choices=VARIANTS)
     repeat_ms: int = option(60, "ms of device time per number", least=1)
@@ -125,12 +123,13 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
     limits = ceilings(device, config.repeat_ms)
     for case, direction in [(each, way) for each in config.cases() for way in each.directions]:
         known = {"label": case.label, "direction": direction}
-        missing = [v for v in config.variants if case.has(v) and not run.done(v, **known)]
+        missing = [v for v in config.variants if case.operation.has(v) and not run.done(v, **known)]
         if not missing:
             continue
         run.progress(f"{case.label} {direction}: {', '.join(missing)}")
         shown = known | {"operation": case.name, "shape": list(case.shape), "dtype": case.dtype}
-        shown |= {"chain": case.name.split("+")} if callable(case.takes) else {}
+        if case.chain:
+            shown["chain"] = list(case.chain)
         for variant, metrics in Row(case, direction, missing, config, device).measure().items():
             metrics |= _rates(case, direction, metrics, limits)
             run.add(
@@ -161,10 +160,11 @@ class Row:
     ):
         self.case, self.direction, self.config, self.device = case, direction, config, device
         self.inputs = case.inputs(device)
-        self.upstream = upstream_of(first(case.main(*[t.detach() for t in self.inputs])), direction)
+        result = first(case.operation.main(*[t.detach() for t in self.inputs]))
+        self.upstream = upstream_of(result, direction)
         self.found: dict[str, dict[str, Any]] = {variant: {"status": "ok"} for variant in variants}
         self.functions: dict[str, Function] = {}  # of those that were right
-        self.captures = case.name != "adamw"  # an optimizer's steps are not
+        self.captures = not case.operation.stateful  # an optimizer's steps are not captured
 
     def measure(self) -> dict[str, dict[str, Any]]:
         """Variant → metrics."""
@@ -232,7 +232,7 @@ class Row:
     def _maker(self, function: Function) -> Callable[[], Callable[[], Any]]:
         """Makes what is timed, over copies of the inputs: a peer may overwrite what it is given."""
         mine = with_gradients(self.inputs)
-        return lambda: runner(function, mine, self.direction, self.upstream)
+        return partial(runner, function, mine, self.direction, self.upstream)
 
     def _check(self, variant: str, expected: list[Tensor] | None) -> dict[str, Any]:
         """Error, memory and launches of one variant, alone on the device."""
@@ -252,7 +252,7 @@ class Row:
                 count for name, count in launched(again).items() if not name.startswith(NO_KERNELS)
             ]
             metrics |= {"kernels": sum(kernels)} | (spills(again) if variant == "ours" else {})
-        allowed = TOLERANCE.get(self.case.name, TOLERANCE[self.case.dtype])
+        allowed = self.case.operation.tolerance or TOLERANCE[self.case.dtype]
         if metrics["error"] is not None and not metrics["error"] <= allowed:
             metrics["status"] = "WRONG"
         self.functions[variant] = function  # timed only if this has succeeded
@@ -262,12 +262,11 @@ class Row:
 def exact(
     case: Case, inputs: list[Tensor], direction: str, upstream: Tensor
 ) -> list[Tensor] | None:
-    """Return results in float64, or in fp32 if float64 is too large. None if they are random."""
-    too_large = case.name.startswith("linear_cross_entropy") and math.prod(case.shape) > 10**9
-    if case.name in ("dropout", "linear_gelu_dropout", "adamw"):
+    """Return the results in `exact_dtype`. None if they are random or the operation is stateful."""
+    operation = case.operation
+    if operation.random or operation.stateful:
         return None
-    function = case.plain or (lambda x, w, t: torch.nn.functional.cross_entropy(x @ w.T, t))
-    dtype = torch.float32 if too_large else torch.float64
+    function, dtype = operation.plain, operation.exact_dtype
     wide = with_gradients([t.to(dtype) if t.is_floating_point() else t for t in inputs])
     if direction == "fwd":
         with torch.no_grad():
@@ -278,11 +277,11 @@ def exact(
 
 def build(case: Case, variant: str) -> Function:
     """The function of a variant; compiled ones are compiled for this size, as their users do."""
-    if variant in case.variants:
-        return case.variants[variant]
-    return torch.compile(
-        case.plain, dynamic=False, options=TEMPLATES if variant == "template" else None
-    )
+    variants = case.operation.variants
+    if variant in variants:
+        return variants[variant]
+    options = TEMPLATES if variant == "template" else None
+    return torch.compile(case.operation.plain, dynamic=False, options=options)
 
 
 def worst_error(results: Any, expected: list[Tensor] | None) -> float | None:
@@ -302,7 +301,8 @@ def _rates(
     """Bandwidth and arithmetic rate of a row, and their shares of the ceilings."""
     if "time_p50_ms" not in metrics:
         return {}
-    cost, ms = case.cost(direction), metrics["time_p50_ms"]
+    operation = case.operation
+    cost, ms = operation.cost(direction), metrics["time_p50_ms"]
     rates = {
         "min_bytes": cost.bytes,
         "flops": cost.flops,
@@ -310,12 +310,12 @@ def _rates(
         "tflop_per_s": cost.flops / ms / 1e9,
         **limits,
     }
-    rates["of_copy_pct"] = (
-        None if case.compute else 100 * rates["gb_per_s"] / limits["copy_gb_per_s"]
-    )
-    rates["of_cublas_pct"] = (
-        100 * rates["tflop_per_s"] / limits["cublas_tflop_per_s"] if case.compute else None
-    )
+    rates["of_copy_pct"] = None
+    rates["of_cublas_pct"] = None
+    if operation.compute_bound:
+        rates["of_cublas_pct"] = 100 * rates["tflop_per_s"] / limits["cublas_tflop_per_s"]
+    else:
+        rates["of_copy_pct"] = 100 * rates["gb_per_s"] / limits["copy_gb_per_s"]
     return rates
 
 

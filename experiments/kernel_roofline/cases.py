@@ -1,549 +1,896 @@
-"""The rows: every operation at its sizes, with variants, least traffic and naive form."""
+"""The rows of `kernel_roofline`: a table of sizes, then one function per operation.
+
+An operation's function says everything about it: inputs, our kernel, its peers and the least work.
+Nothing is timed here. Next: `Row` in `__init__` measures a row, and `chains` adds chains.
+"""
 
 import dataclasses
 import functools
-import operator
+import math
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import reference  # plain torch
 from kernels.cost import Cost
+
+# All other modules of `kernels` are imported inside the operations: the first import decides
+# whether kernels are compiled or interpreted (TRITON_INTERPRET).
 
 VARIANTS = ("ours", "naive", "builtin", "compile", "template", "liger", "torchao")
 Function = Callable[..., Any]
+Shape = tuple[int, ...]
 
 
-class Operand(NamedTuple):
-    """An input: normal values around `mean`, or, of a number of `classes`, indices of them."""
-
-    shape: tuple[int, ...]
-    deviation: float = 1.0
-    mean: float = 0.0
-    classes: int = 0
-
-
-# What an operation takes → its operands, of the sizes in its row's shape.
-OPERANDS: dict[str, Callable[..., list[Operand]]] = {
-    "x": lambda *shape: [Operand(shape)],
-    "x, y": lambda *shape: [Operand(shape), Operand(shape)],
-    "x, w": lambda n, d: [Operand((n, d)), Operand((d,), 0.1, 1.0)],
-    "x, w, b": lambda n, d: [Operand((n, d)), Operand((d,), 0.1, 1.0), Operand((d,), 0.1)],
-    "x, residual, w": lambda n, d: [Operand((n, d)), Operand((n, d)), Operand((d,), 0.1, 1.0)],
-    "a, b": lambda m, k, n: [Operand((m, k)), Operand((k, n))],
-    "x, weight": lambda n, d, f: [Operand((n, d)), Operand((f, d), 0.02)],
-    "layer": lambda n, d, f: [Operand((n, d)), Operand((f, d)), Operand((f,))],
-    "logits, targets": lambda n, v: [Operand((n, v)), Operand((n,), classes=v)],
-    "head, targets": lambda n, d, v: [
-        Operand((n, d)),
-        Operand((v, d), 0.02),
-        Operand((n,), classes=v),
-    ],
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One operation at one size.
+def cases(small: bool = False) -> list["Case"]:
+    """Return every row of the table.
 
     Args:
-        name: name of the operation.
-        shape: sizes in the table, with which `least` is called.
+        small: True for the sizes of the smoke test, in fp32. Rows that become equal are merged.
+    """
+    table = [
+        # element-wise
+        Case(name="add", make=add, shape=(8192, 8192), tiny=(4, 64), directions=("fwd",)),
+        Case(name="gelu", make=gelu, shape=(8192, 11008), tiny=(4, 64)),
+        Case(name="add_gelu", make=add_gelu, shape=(8192, 8192), tiny=(4, 64), directions=("fwd",)),
+        Case(name="dropout", make=dropout, shape=(8192, 8192), tiny=(4, 64)),
+        Case(
+            name="adamw",
+            make=adamw,
+            shape=(2**27,),
+            tiny=(200,),
+            dtype="float32",
+            directions=("fwd",),
+        ),
+        # along rows: at a common size, and at one so large that starting and ending a kernel do
+        # not show
+        Case(name="weighted_sum", make=weighted_sum, shape=(8192, 4096), tiny=(4, 64)),
+        Case(name="layer_norm", make=layer_norm, shape=(8192, 4096), tiny=(4, 64)),
+        Case(name="rms_norm", make=rms_norm, shape=(8192, 4096), tiny=(4, 64)),
+        Case(name="weighted_sum", make=weighted_sum, shape=(65536, 4096), tiny=(4, 64)),
+        Case(name="layer_norm", make=layer_norm, shape=(65536, 4096), tiny=(4, 64)),
+        Case(name="rms_norm", make=rms_norm, shape=(65536, 4096), tiny=(4, 64)),
+        Case(name="softmax", make=softmax, shape=(8192, 4096), tiny=(4, 256), dtype="float32"),
+        Case(name="softmax", make=softmax, shape=(32768, 1024), tiny=(4, 64), dtype="float32"),
+        Case(name="softmax", make=softmax, shape=(1024, 32768), tiny=(4, 2048)),
+        Case(name="softmax", make=softmax_of_long_rows, shape=(256, 200000), tiny=(4, 12500)),
+        # norms with what precedes and follows them
+        Case(name="add_rms_norm", make=add_rms_norm, shape=(8192, 4096), tiny=(4, 64)),
+        Case(name="add_rms_norm_silu", make=add_rms_norm_silu, shape=(8192, 4096), tiny=(4, 64)),
+        Case(
+            name="spilling_add_rms_norm_silu",
+            make=spilling_add_rms_norm_silu,
+            shape=(2048, 16384),
+            tiny=(4, 64),
+            directions=("fwd",),
+        ),
+        # parts of a Transformer
+        Case(name="rope", make=rope, shape=(4, 32, 4096, 128), tiny=(2, 2, 8, 16)),
+        Case(name="swiglu", make=swiglu, shape=(8192, 11008), tiny=(4, 64)),
+        # matmuls
+        Case(
+            name="matmul",
+            make=matmul,
+            shape=(4096, 4096, 4096),
+            tiny=(40, 24, 33),
+            directions=("fwd",),
+        ),
+        Case(
+            name="matmul",
+            make=matmul,
+            shape=(8192, 8192, 8192),
+            tiny=(40, 24, 33),
+            directions=("fwd",),
+        ),
+        Case(
+            name="matmul_gelu",
+            make=matmul_gelu,
+            shape=(4096, 4096, 4096),
+            tiny=(40, 24, 33),
+            directions=("fwd",),
+        ),
+        Case(
+            name="matmul_gelu",
+            make=matmul_gelu,
+            shape=(8192, 8192, 8192),
+            tiny=(40, 24, 33),
+            directions=("fwd",),
+        ),
+        Case(
+            name="matmul_relu",
+            make=matmul_relu,
+            shape=(4096, 4096, 4096),
+            tiny=(40, 24, 33),
+            directions=("fwd",),
+        ),
+        Case(
+            name="matmul_leaky_relu",
+            make=matmul_leaky_relu,
+            shape=(4096, 4096, 4096),
+            tiny=(40, 24, 33),
+            directions=("fwd",),
+        ),
+        Case(
+            name="matmul_rms_norm",
+            make=matmul_rms_norm,
+            shape=(65536, 1024, 256),
+            tiny=(40, 24, 33),
+            directions=("fwd",),
+        ),
+        Case(
+            name="float8_linear", make=float8_linear, shape=(8192, 4096, 14336), tiny=(16, 32, 48)
+        ),
+        Case(
+            name="linear_gelu_dropout",
+            make=linear_gelu_dropout,
+            shape=(8192, 4096, 11008),
+            tiny=(8, 16, 24),
+        ),
+        # losses, forward and backward together
+        Case(
+            name="cross_entropy",
+            make=cross_entropy,
+            shape=(2048, 151936),
+            tiny=(8, 500),
+            directions=("both",),
+        ),
+        Case(
+            name="linear_cross_entropy",
+            make=linear_cross_entropy,
+            shape=(8192, 4096, 151936),
+            tiny=(8, 16, 100),
+            directions=("both",),
+        ),
+    ]
+    if not small:
+        return table
+    by_label: dict[str, Case] = {}
+    for case in table:
+        shrunk = case.sized(small=True)
+        by_label.setdefault(shrunk.label, shrunk)
+    return list(by_label.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """Row of the table: one operation at one size.
+
+    Args:
+        name: name of the operation in tables and records.
+        make: function of shape and dtype that returns the operation.
+        shape: sizes of the row.
         tiny: sizes in the smoke test.
         dtype: name of the dtype in torch.
-        takes: name in OPERANDS, or a function that makes operands of the shape.
-        least: function of shape, dtype and, unless it has none, `backward`, that returns the least
-            FLOPs and bytes.
-        variants: name → function of the inputs; "compile" and "template" are made from `plain`.
-        directions: "fwd", "bwd" or "both".
-        compute: True if it is bound by arithmetic: the share of cuBLAS counts, not that of the
-            copy.
-        moves: direction → bytes that our form moves over the least, if it knowingly moves more.
+        directions: what to time: "fwd", "bwd" or "both", the two in one call.
+        chain: names of the steps if the row is a chain of operations (see `chains`).
     """
 
     name: str
-    shape: tuple[int, ...]
-    tiny: tuple[int, ...]
-    dtype: str
-    takes: str | Callable[..., list[Operand]]
-    least: Callable[..., Cost]
-    variants: dict[str, Function]
+    make: Callable[[Shape, torch.dtype], "Operation"]
+    shape: Shape
+    tiny: Shape
+    dtype: str = "bfloat16"
     directions: tuple[str, ...] = ("fwd", "bwd")
-    compute: bool = False
-    moves: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    chain: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
         return f"{self.name} {'×'.join(map(str, self.shape))}"
 
-    @property
-    def plain(self) -> Function | None:
-        """Return the form for torch.compile and for float64: the naive one, or torch's own."""
-        return (
-            None
-            if self.name == "adamw"
-            else self.variants.get("naive", self.variants.get("builtin"))
-        )
-
-    @property
-    def main(self) -> Function:
-        """Ours, or where there is none what is plain."""
-        return self.variants.get("ours") or self.variants["naive"]
+    @functools.cached_property
+    def operation(self) -> "Operation":
+        """The operation at this size. Made once, because an optimizer keeps its state in it."""
+        return self.make(self.shape, getattr(torch, self.dtype))
 
     def sized(self, small: bool) -> "Case":
-        """Itself, or as in the smoke test."""
-        return dataclasses.replace(self, shape=self.tiny, dtype="float32") if small else self
-
-    def has(self, variant: str) -> bool:
-        """Return whether a variant has a row.
-
-        torch.compile takes plain forms, and its templates are for single matmuls.
-        """
-        made = {
-            "compile": self.plain is not None,
-            "template": self.name in ("matmul", "matmul_gelu"),
-        }
-        return variant in self.variants or made.get(variant, False)
+        """Return this row, or the row of the smoke test."""
+        if not small:
+            return self
+        return dataclasses.replace(self, shape=self.tiny, dtype="float32")
 
     def inputs(self, device: str) -> list[Tensor]:
         """Return the inputs of the operation. On the meta device nothing is drawn."""
-        dtype, found = getattr(torch, self.dtype), []
-        generator = (
-            None
-            if device == "meta"
-            else torch.Generator(device).manual_seed(len(self.shape) + sum(self.shape))
-        )
-        takes = OPERANDS[self.takes] if isinstance(self.takes, str) else self.takes
-        for shape, deviation, mean, classes in takes(*self.shape):
-            if classes:
-                found.append(torch.arange(*shape, device=device) * 7919 % classes)
-            else:
-                drawn = torch.randn(shape, generator=generator, device=device).to(dtype)
-                found.append(drawn if (deviation, mean) == (1.0, 0.0) else mean + deviation * drawn)
-        return found
+        generator = None
+        if device != "meta":
+            seed = len(self.shape) + sum(self.shape)
+            generator = torch.Generator(device).manual_seed(seed)
+        dtype = getattr(torch, self.dtype)
+        return [each.draw(dtype, device, generator) for each in self.operation.inputs]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One operation at one size: inputs, variants and the least work.
+
+    A variant is a function of the inputs. `compile` and `template` are made from the naive form.
+
+    Args:
+        inputs: descriptions of the inputs, in order.
+        ours: our kernel.
+        naive: plain torch, one kernel at a time.
+        builtin: torch's own operator.
+        liger: Liger Kernel's.
+        torchao: torchao's.
+        forward_cost: least FLOPs and bytes of the forward pass.
+        backward_cost: least FLOPs and bytes of the backward pass. None if it is not timed.
+        compute_bound: True if arithmetic bounds the operation. Its rate is then compared with
+            cuBLAS, otherwise with a copy.
+        traffic_factor: direction → bytes that our kernel moves over the least bytes, where it
+            knowingly moves more.
+        templates: True if Inductor has Triton templates for it: it has them for single matmuls.
+        random: True if results are random. They are then not compared with float64.
+        stateful: True if the tensors it works on are its own, not its inputs. It is then neither
+            compiled, captured in a CUDA graph, compared with float64 nor predicted.
+        tolerance: largest error, relative to the largest value. None for that of the dtype.
+        exact_dtype: dtype of the results that errors are measured against.
+    """
+
+    inputs: list["Normal | ClassIndices"]
+    ours: Function | None = None
+    naive: Function | None = None
+    builtin: Function | None = None
+    liger: Function | None = None
+    torchao: Function | None = None
+    forward_cost: Cost
+    backward_cost: Cost | None = None
+    compute_bound: bool = False
+    traffic_factor: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    templates: bool = False
+    random: bool = False
+    stateful: bool = False
+    tolerance: float | None = None
+    exact_dtype: torch.dtype = torch.float64
+
+    @property
+    def variants(self) -> dict[str, Function]:
+        """Functions by the name of their variant, without those that torch.compile makes."""
+        every = {
+            "ours": self.ours,
+            "naive": self.naive,
+            "builtin": self.builtin,
+            "liger": self.liger,
+            "torchao": self.torchao,
+        }
+        return {name: function for name, function in every.items() if function is not None}
+
+    @property
+    def plain(self) -> Function | None:
+        """The form for torch.compile and for float64: the naive one, or else torch's own."""
+        if self.stateful:
+            return None
+        return self.naive or self.builtin
+
+    @property
+    def main(self) -> Function:
+        """Our kernel, or the naive form where there is none."""
+        return self.ours or self.naive
+
+    def has(self, variant: str) -> bool:
+        """Return whether a variant has a row."""
+        if variant == "compile":
+            return self.plain is not None
+        if variant == "template":
+            return self.templates
+        return variant in self.variants
 
     def cost(self, direction: str) -> Cost:
-        """Least FLOPs and bytes of a direction."""
-        passes = {"fwd": [{}], "bwd": [{"backward": True}], "both": [{}, {"backward": True}]}[
-            direction
-        ]
-        costs = [self.least(self.shape, getattr(torch, self.dtype), **which) for which in passes]
-        return functools.reduce(operator.add, costs)
+        """Return the least FLOPs and bytes of a direction."""
+        if direction == "fwd":
+            return self.forward_cost
+        if direction == "bwd":
+            return self.backward_cost
+        return self.forward_cost + self.backward_cost
 
 
-def cases(small: bool = False) -> list[Case]:
-    """Every row of the table, or, in fp32, its smoke test's, where two sizes may be one."""
-    parts = (_element_wise, _rows, _fused_norms, _model_parts, _matmuls, _losses)
-    every = [case for part in parts for case in part()]
-    if not small:
-        return every
-    found: dict[str, Case] = {}
-    for case in every:
-        shrunk = case.sized(small)
-        found.setdefault(shrunk.label, shrunk)
-    return list(found.values())
+@dataclasses.dataclass(frozen=True)
+class Normal:
+    """Input of normally distributed values."""
+
+    shape: Shape
+    mean: float = 0.0
+    deviation: float = 1.0
+
+    def draw(self, dtype: torch.dtype, device: str, generator: torch.Generator | None) -> Tensor:
+        """Return the input. The generator is None on the meta device."""
+        values = torch.randn(self.shape, generator=generator, device=device).to(dtype)
+        if self.mean == 0.0 and self.deviation == 1.0:
+            return values
+        return self.mean + self.deviation * values
 
 
-# Kernels are imported inside the functions: importing them decides how they run.
-NORM, TINY = (8192, 4096), (4, 64)
-MANY_ROWS = (65536, 4096)  # so large that starting and ending a kernel do not show
+@dataclasses.dataclass(frozen=True)
+class ClassIndices:
+    """Input of `count` class indices, spread over all `classes` by a fixed rule."""
+
+    count: int
+    classes: int
+
+    def draw(self, dtype: torch.dtype, device: str, generator: torch.Generator | None) -> Tensor:
+        """Return the input, in int64. Nothing is random."""
+        return torch.arange(self.count, device=device) * 7919 % self.classes
 
 
-def _element_wise() -> list[Case]:
-    from kernels import adamw, dropout, elementwise, reference
-
-    return [
-        Case(
-            "add",
-            (8192, 8192),
-            TINY,
-            "bfloat16",
-            "x, y",
-            elementwise.add_cost,
-            {"ours": elementwise.add, "naive": reference.add},
-            ("fwd",),
-        ),
-        Case(
-            "gelu",
-            (8192, 11008),
-            TINY,
-            "bfloat16",
-            "x",
-            elementwise.cost,
-            {
-                "ours": elementwise.gelu,
-                "naive": reference.gelu,
-                "builtin": lambda x: F.gelu(x, approximate="tanh"),
-            },
-        ),
-        Case(
-            "add_gelu",
-            (8192, 8192),
-            TINY,
-            "bfloat16",
-            "x, y",
-            elementwise.add_cost,
-            {
-                "ours": lambda x, y: elementwise.gelu(elementwise.add(x, y)),
-                "naive": lambda x, y: reference.gelu(x + y),
-                "builtin": lambda x, y: F.gelu(x + y, approximate="tanh"),
-            },
-            ("fwd",),
-            moves={"fwd": 5 / 3},
-        ),
-        Case(
-            "dropout",
-            (8192, 8192),
-            TINY,
-            "bfloat16",
-            "x",
-            dropout.cost,
-            {"ours": lambda x: dropout.dropout(x, 0.1), "builtin": lambda x: F.dropout(x, 0.1)},
-        ),
-        Case(
-            "adamw",
-            (2**27,),
-            (200,),
-            "float32",
-            "x",
-            lambda s, d: adamw.cost(s[0], d),
-            {
-                "ours": _stepping(adamw.AdamW),
-                "naive": _stepping(torch.optim.AdamW, foreach=False),
-                "builtin": _stepping(torch.optim.AdamW, fused=True),
-            },
-            ("fwd",),
-        ),
-    ]
+# Element-wise operations
 
 
-def _stepping(optimizer_class: type, **options: Any) -> Function:
-    """Return a step of an optimizer over the input cut into 64 parameters.
+def add(shape: Shape, dtype: torch.dtype) -> Operation:
+    """x + y."""
+    import kernels.elementwise
 
-    The parameters are made at the first call.
-    """
-    made: dict = {}
-
-    def step(x: Tensor) -> Tensor:
-        if x.device not in made:
-            parameters = [piece.clone().requires_grad_() for piece in x.detach().chunk(64)]
-            for p in parameters:
-                p.grad = torch.ones_like(p)
-            made[x.device] = parameters, optimizer_class(parameters, **options)
-        parameters, optimizer = made[x.device]
-        optimizer.step()
-        return parameters[0]
-
-    return step
-
-
-def _rows() -> list[Case]:
-    from kernels import layernorm, reference, rmsnorm, softmax, weighted_sum
-
-    found = []
-    for shape in (NORM, MANY_ROWS):
-        found += [
-            Case(
-                "weighted_sum",
-                shape,
-                TINY,
-                "bfloat16",
-                "x, w",
-                weighted_sum.cost,
-                {
-                    "ours": weighted_sum.weighted_sum,
-                    "naive": reference.weighted_sum,
-                    "builtin": lambda x, w: x @ w,
-                },
-            ),
-            Case(
-                "layer_norm",
-                shape,
-                TINY,
-                "bfloat16",
-                "x, w, b",
-                layernorm.cost,
-                {
-                    "ours": layernorm.layer_norm,
-                    "naive": reference.layer_norm,
-                    "liger": _liger("layer_norm", 1e-5),
-                    "builtin": lambda x, w, b: F.layer_norm(x, w.shape, w, b),
-                },
-            ),
-            Case(
-                "rms_norm",
-                shape,
-                TINY,
-                "bfloat16",
-                "x, w",
-                rmsnorm.cost,
-                {
-                    "ours": rmsnorm.rms_norm,
-                    "naive": reference.rms_norm,
-                    "liger": _liger("rms_norm", 1e-5),
-                    "builtin": lambda x, w: F.rms_norm(x, w.shape, w, 1e-5),
-                },
-            ),
-        ]
-    for shape in (NORM, (32768, 1024), (1024, 32768), (256, 200000)):
-        dtype = "float32" if shape[1] < 8192 else "bfloat16"
-        # what is read, twice
-        twice = {"fwd": 3 / 2, "bwd": 5 / 3} if shape[1] > softmax.HALF_TILE_BACKWARD else {}
-        found.append(
-            Case(
-                "softmax",
-                shape,
-                (4, shape[1] // 16),
-                dtype,
-                "x",
-                softmax.cost,
-                {
-                    "ours": softmax.softmax,
-                    "naive": reference.softmax,
-                    "builtin": lambda x: F.softmax(x, -1),
-                    "liger": _liger("softmax"),
-                },
-                moves=twice,
-            )
-        )
-    return found
-
-
-def _fused_norms() -> list[Case]:
-    from kernels import reference, rmsnorm
-    from kernels._dispatch import forced
-    from kernels._rows import Launch
-
-    def cost(shape: tuple[int, ...], dtype: torch.dtype, backward: bool = False) -> Cost:
-        # what is timed backward is the gradient of y alone: none arrives for the sum
-        return rmsnorm.cost(shape, dtype, residual=not backward, backward=backward)
-
-    def spilling(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        with forced(rmsnorm=Launch(block=w.numel(), warps=2)):
-            return rmsnorm.add_rms_norm(x, r, w, 1e-5, "silu")
-
-    def variants(activation: str | None) -> dict[str, Function]:
-        after = F.silu if activation else lambda y: y
-        return {
-            "ours": lambda x, r, w: rmsnorm.add_rms_norm(x, r, w, 1e-5, activation),
-            "naive": lambda x, r, w: reference.add_rms_norm(x, r, w, 1e-5, activation),
-            "builtin": lambda x, r, w: after(F.rms_norm(x + r, w.shape, w, 1e-5)),
-        }
-
-    silu = variants("silu")
-    return [
-        Case("add_rms_norm", NORM, TINY, "bfloat16", "x, residual, w", cost, variants(None)),
-        Case("add_rms_norm_silu", NORM, TINY, "bfloat16", "x, residual, w", cost, silu),
-        Case(
-            "spilling_add_rms_norm_silu",
-            (2048, 16384),
-            TINY,
-            "bfloat16",
-            "x, residual, w",
-            cost,
-            silu | {"ours": spilling},
-            ("fwd",),
-        ),
-    ]
-
-
-def _model_parts() -> list[Case]:
-    from kernels import reference, rope, swiglu
-
-    def with_tables(function: Function) -> Function:
-        tables: dict = {}
-
-        def run(x: Tensor) -> Tensor:
-            if x.is_meta or x.device not in tables:
-                length, width = x.shape[-2:]
-                angles = torch.arange(length, device=x.device)[:, None] * torch.logspace(
-                    0, -4, width // 2, device=x.device
-                )
-                tables[x.device] = (
-                    torch.cat([angles.cos()] * 2, -1),
-                    torch.cat([-angles.sin(), angles.sin()], -1),
-                )
-            return function(x, *tables[x.device])
-
-        return run
-
-    return [
-        Case(
-            "rope",
-            (4, 32, 4096, 128),
-            (2, 2, 8, 16),
-            "bfloat16",
-            "x",
-            lambda s, d, **_: rope.cost(s, d),
-            {"ours": with_tables(rope.rope), "naive": with_tables(reference.rope)},
-        ),
-        Case(
-            "swiglu",
-            (8192, 11008),
-            TINY,
-            "bfloat16",
-            "x, y",
-            swiglu.cost,
-            {
-                "ours": swiglu.swiglu,
-                "naive": reference.swiglu,
-                "builtin": lambda g, u: F.silu(g) * u,
-                "liger": _liger("swiglu"),
-            },
-        ),
-    ]
-
-
-def _matmuls() -> list[Case]:
-    from kernels import dropout, float8_linear, matmul
-
-    def layer_cost(shape: tuple[int, ...], dtype: torch.dtype, backward: bool = False) -> Cost:
-        n, _, f = shape
-        return matmul.cost(shape, dtype, backward=backward) + dropout.cost(
-            (n, f), dtype, gelu=True, backward=backward
-        )
-
-    squares = [
-        Case(
-            "matmul",
-            (size,) * 3,
-            (40, 24, 33),
-            "bfloat16",
-            "a, b",
-            matmul.cost,
-            {"ours": matmul.matmul, "builtin": torch.matmul},
-            ("fwd",),
-            True,
-        )
-        for size in (4096, 8192)
-    ]
-    gelu = partial(F.gelu, approximate="tanh")
-    epilogues = [
-        Case(
-            f"matmul_{name}",
-            shape,
-            (40, 24, 33),
-            "bfloat16",
-            "a, b",
-            matmul.cost,
-            {
-                "ours": partial(matmul.matmul, epilogue=name),
-                "builtin": lambda a, b, after=after: after(a @ b),
-            },
-            ("fwd",),
-            True,
-        )
-        for name, shape, after in (
-            ("gelu", (4096,) * 3, gelu),
-            ("gelu", (8192,) * 3, gelu),
-            ("relu", (4096,) * 3, F.relu),
-            ("leaky_relu", (4096,) * 3, F.leaky_relu),
-            ("rms_norm", (65536, 1024, 256), lambda y: F.rms_norm(y, y.shape[-1:], eps=1e-5)),
-        )
-    ]
-    layer = {
-        "ours": lambda x, w, b: dropout.linear_gelu_dropout(x, w, b, 0.1),
-        "builtin": lambda x, w, b: F.dropout(F.gelu(F.linear(x, w, b), approximate="tanh"), 0.1),
-    }
-    return (
-        squares
-        + epilogues
-        + [
-            Case(
-                "float8_linear",
-                (8192, 4096, 14336),
-                (16, 32, 48),
-                "bfloat16",
-                "x, weight",
-                float8_linear.cost,
-                {
-                    "ours": float8_linear.float8_linear,
-                    "builtin": F.linear,
-                    "torchao": lambda x, w: _torchao()(x, w),
-                },
-                compute=True,
-            ),
-            Case(
-                "linear_gelu_dropout",
-                (8192, 4096, 11008),
-                (8, 16, 24),
-                "bfloat16",
-                "layer",
-                layer_cost,
-                layer,
-                compute=True,
-            ),
-        ]
+    return Operation(
+        inputs=[Normal(shape), Normal(shape)],
+        ours=kernels.elementwise.add,
+        naive=reference.add,
+        forward_cost=kernels.elementwise.add_cost(shape, dtype),
     )
 
 
-def _losses() -> list[Case]:
-    from kernels import cross_entropy, linear_cross_entropy, reference
+def gelu(shape: Shape, dtype: torch.dtype) -> Operation:
+    """GeLU by its tanh approximation."""
+    import kernels.elementwise
 
-    def head_cost(shape: tuple[int, ...], dtype: torch.dtype, backward: bool = False) -> Cost:
-        return Cost(0, 0) if backward else linear_cross_entropy.cost(shape, dtype)
+    def builtin(x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
 
-    head = (8192, 4096, 151936), (8, 16, 100), "bfloat16", "head, targets", head_cost
-    liger = _liger("fused_linear_cross_entropy")
-    return [
-        Case(
-            "cross_entropy",
-            (2048, 151936),
-            (8, 500),
-            "bfloat16",
-            "logits, targets",
-            cross_entropy.cost,
-            {
-                "ours": cross_entropy.cross_entropy,
-                "naive": reference.cross_entropy,
-                "builtin": lambda z, t: F.cross_entropy(z.float(), t),
-                "liger": _liger("cross_entropy"),
-            },
-            ("both",),
-        ),
-        Case(
-            "linear_cross_entropy",
-            *head,
-            {
-                "ours": linear_cross_entropy.linear_cross_entropy,
-                "liger": liger,
-                "builtin": lambda x, w, t: F.cross_entropy((x @ w.T).float(), t),
-            },
-            ("both",),
-            True,
-        ),
-    ]
+    return Operation(
+        inputs=[Normal(shape)],
+        ours=kernels.elementwise.gelu,
+        naive=reference.gelu,
+        builtin=builtin,
+        forward_cost=kernels.elementwise.cost(shape, dtype),
+        backward_cost=kernels.elementwise.cost(shape, dtype, backward=True),
+    )
 
 
-@functools.cache
-def _torchao() -> Function:
-    """Return torchao's linear layer in fp8, by its default recipe and compiled, as its users do."""
-    from torchao.float8 import convert_to_float8_training
+def add_gelu(shape: Shape, dtype: torch.dtype) -> Operation:
+    """GeLU of x + y. It loses on purpose: ours are two kernels, torch.compile makes one."""
+    import kernels.elementwise
 
-    layer = convert_to_float8_training(torch.nn.Linear(1, 1, bias=False))
-    return torch.compile(lambda x, w: torch.func.functional_call(layer, {"weight": w}, x))
+    def ours(x: Tensor, y: Tensor) -> Tensor:
+        return kernels.elementwise.gelu(kernels.elementwise.add(x, y))
+
+    def naive(x: Tensor, y: Tensor) -> Tensor:
+        return reference.gelu(x + y)
+
+    def builtin(x: Tensor, y: Tensor) -> Tensor:
+        return F.gelu(x + y, approximate="tanh")
+
+    return Operation(
+        inputs=[Normal(shape), Normal(shape)],
+        ours=ours,
+        naive=naive,
+        builtin=builtin,
+        forward_cost=kernels.elementwise.add_cost(shape, dtype),
+        traffic_factor={"fwd": 5 / 3},  # the sum is also written, and read again
+    )
 
 
-def _liger(name: str, *options: Any) -> Function:
-    """Return Liger's function of that name.
+def dropout(shape: Shape, dtype: torch.dtype) -> Operation:
+    """Dropout with probability 0.1."""
+    import kernels.dropout
 
-    It is imported when it is called, so that a missing Liger is a row that says so.
+    def ours(x: Tensor) -> Tensor:
+        return kernels.dropout.dropout(x, 0.1)
+
+    def builtin(x: Tensor) -> Tensor:
+        return F.dropout(x, 0.1)
+
+    return Operation(
+        inputs=[Normal(shape)],
+        ours=ours,
+        builtin=builtin,
+        forward_cost=kernels.dropout.cost(shape, dtype),
+        backward_cost=kernels.dropout.cost(shape, dtype, backward=True),
+        random=True,
+    )
+
+
+def adamw(shape: Shape, dtype: torch.dtype) -> Operation:
+    """A step of AdamW over 64 parameters, which together have the shape of the input."""
+    import kernels.adamw
+
+    def naive(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, foreach=False)
+
+    def builtin(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, fused=True)
+
+    return Operation(
+        inputs=[Normal(shape)],
+        ours=OptimizerStep(kernels.adamw.AdamW),
+        naive=OptimizerStep(naive),
+        builtin=OptimizerStep(builtin),
+        forward_cost=kernels.adamw.cost(math.prod(shape), dtype),
+        stateful=True,
+    )
+
+
+class OptimizerStep:
+    """Step of an optimizer over the input, cut into 64 parameters.
+
+    Parameters, gradients and the optimizer are made at the first call.
+
+    Args:
+        make: function of the parameters that returns the optimizer.
     """
 
-    def run(*tensors: Tensor) -> Any:
+    def __init__(self, make: Callable[[list[Tensor]], torch.optim.Optimizer]):
+        self.make = make
+        self.parameters: list[Tensor] = []
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Make a step. Return the first parameter."""
+        if self.optimizer is None:
+            for piece in x.detach().chunk(64):
+                parameter = piece.clone().requires_grad_()
+                parameter.grad = torch.ones_like(parameter)
+                self.parameters.append(parameter)
+            self.optimizer = self.make(self.parameters)
+        self.optimizer.step()
+        return self.parameters[0]
+
+
+# Operations along the rows of a matrix
+
+
+def weighted_sum(shape: Shape, dtype: torch.dtype) -> Operation:
+    """Weighted sum of each row: x @ weight."""
+    import kernels.weighted_sum
+
+    width = shape[-1]
+    return Operation(
+        inputs=[Normal(shape), Normal((width,), mean=1.0, deviation=0.1)],
+        ours=kernels.weighted_sum.weighted_sum,
+        naive=reference.weighted_sum,
+        builtin=torch.matmul,
+        forward_cost=kernels.weighted_sum.cost(shape, dtype),
+        backward_cost=kernels.weighted_sum.cost(shape, dtype, backward=True),
+    )
+
+
+def layer_norm(shape: Shape, dtype: torch.dtype) -> Operation:
+    """LayerNorm over the last dimension, with weight and bias."""
+    import kernels.layernorm
+
+    width = shape[-1]
+
+    def builtin(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x, weight.shape, weight, bias)
+
+    return Operation(
+        inputs=[
+            Normal(shape),
+            Normal((width,), mean=1.0, deviation=0.1),  # weight
+            Normal((width,), deviation=0.1),  # bias
+        ],
+        ours=kernels.layernorm.layer_norm,
+        naive=reference.layer_norm,
+        builtin=builtin,
+        liger=liger("layer_norm", 1e-5),
+        forward_cost=kernels.layernorm.cost(shape, dtype),
+        backward_cost=kernels.layernorm.cost(shape, dtype, backward=True),
+    )
+
+
+def rms_norm(shape: Shape, dtype: torch.dtype) -> Operation:
+    """RMSNorm over the last dimension, with a weight."""
+    import kernels.rmsnorm
+
+    width = shape[-1]
+
+    def builtin(x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, 1e-5)
+
+    return Operation(
+        inputs=[Normal(shape), Normal((width,), mean=1.0, deviation=0.1)],
+        ours=kernels.rmsnorm.rms_norm,
+        naive=reference.rms_norm,
+        builtin=builtin,
+        liger=liger("rms_norm", 1e-5),
+        forward_cost=kernels.rmsnorm.cost(shape, dtype),
+        backward_cost=kernels.rmsnorm.cost(shape, dtype, backward=True),
+    )
+
+
+def softmax(shape: Shape, dtype: torch.dtype) -> Operation:
+    """Softmax over the last dimension."""
+    import kernels.softmax
+
+    def builtin(x: Tensor) -> Tensor:
+        return F.softmax(x, -1)
+
+    return Operation(
+        inputs=[Normal(shape)],
+        ours=kernels.softmax.softmax,
+        naive=reference.softmax,
+        builtin=builtin,
+        liger=liger("softmax"),
+        forward_cost=kernels.softmax.cost(shape, dtype),
+        backward_cost=kernels.softmax.cost(shape, dtype, backward=True),
+    )
+
+
+def softmax_of_long_rows(shape: Shape, dtype: torch.dtype) -> Operation:
+    """Softmax of rows above `kernels.softmax.HALF_TILE_BACKWARD`, where ours reads inputs twice."""
+    return dataclasses.replace(
+        softmax(shape, dtype),
+        traffic_factor={
+            "fwd": 3 / 2,  # x twice, y
+            "bwd": 5 / 3,  # y and dy twice, dx
+        },
+    )
+
+
+# Norms with what precedes and follows them
+
+
+def add_rms_norm(shape: Shape, dtype: torch.dtype) -> Operation:
+    """RMSNorm of x + residual. Ours also returns the sum."""
+    import kernels.rmsnorm
+
+    width = shape[-1]
+
+    def ours(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return kernels.rmsnorm.add_rms_norm(x, residual, weight, 1e-5)
+
+    def naive(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.add_rms_norm(x, residual, weight, 1e-5)
+
+    def builtin(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x + residual, weight.shape, weight, 1e-5)
+
+    return Operation(
+        inputs=[Normal(shape), Normal(shape), Normal((width,), mean=1.0, deviation=0.1)],
+        ours=ours,
+        naive=naive,
+        builtin=builtin,
+        forward_cost=kernels.rmsnorm.cost(shape, dtype, residual=True),
+        # Only the norm's result has a gradient: none arrives for the sum.
+        backward_cost=kernels.rmsnorm.cost(shape, dtype, residual=False, backward=True),
+    )
+
+
+def add_rms_norm_silu(shape: Shape, dtype: torch.dtype) -> Operation:
+    """SiLU of the RMSNorm of x + residual. Ours also returns the sum."""
+    import kernels.rmsnorm
+
+    width = shape[-1]
+
+    def ours(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return kernels.rmsnorm.add_rms_norm(x, residual, weight, 1e-5, "silu")
+
+    def naive(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.add_rms_norm(x, residual, weight, 1e-5, "silu")
+
+    def builtin(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        return F.silu(F.rms_norm(x + residual, weight.shape, weight, 1e-5))
+
+    return Operation(
+        inputs=[Normal(shape), Normal(shape), Normal((width,), mean=1.0, deviation=0.1)],
+        ours=ours,
+        naive=naive,
+        builtin=builtin,
+        forward_cost=kernels.rmsnorm.cost(shape, dtype, residual=True),
+        # Only the norm's result has a gradient: none arrives for the sum.
+        backward_cost=kernels.rmsnorm.cost(shape, dtype, residual=False, backward=True),
+    )
+
+
+def spilling_add_rms_norm_silu(shape: Shape, dtype: torch.dtype) -> Operation:
+    """`add_rms_norm_silu` in 2 warps. It loses on purpose: a row does not fit their registers."""
+    import kernels.rmsnorm
+    from kernels._dispatch import forced
+    from kernels._rows import Launch
+
+    def ours(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        with forced(rmsnorm=Launch(block=weight.numel(), warps=2)):
+            return kernels.rmsnorm.add_rms_norm(x, residual, weight, 1e-5, "silu")
+
+    return dataclasses.replace(add_rms_norm_silu(shape, dtype), ours=ours)
+
+
+# Parts of a Transformer
+
+
+def rope(shape: Shape, dtype: torch.dtype) -> Operation:
+    """Rotary position embedding of x (B, H, T, D), with fp32 tables of cosines and sines."""
+    import kernels.rope
+
+    length, width = shape[-2:]
+    tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def tables_on(device: torch.device) -> tuple[Tensor, Tensor]:
+        # Made once, so that no timed call makes them. On the meta device calls are counted instead
+        # of timed, and each makes them, so that all counts are equal.
+        if device.type == "meta" or device not in tables:
+            positions = torch.arange(length, device=device)[:, None]
+            angles = positions * torch.logspace(0, -4, width // 2, device=device)
+            cosines = torch.cat([angles.cos()] * 2, -1)
+            sines = torch.cat([-angles.sin(), angles.sin()], -1)
+            tables[device] = cosines, sines
+        return tables[device]
+
+    def ours(x: Tensor) -> Tensor:
+        cosines, sines = tables_on(x.device)
+        return kernels.rope.rope(x, cosines, sines)
+
+    def naive(x: Tensor) -> Tensor:
+        cosines, sines = tables_on(x.device)
+        return reference.rope(x, cosines, sines)
+
+    return Operation(
+        inputs=[Normal(shape)],
+        ours=ours,
+        naive=naive,
+        forward_cost=kernels.rope.cost(shape, dtype),
+        backward_cost=kernels.rope.cost(shape, dtype),  # the same rotation, backwards
+    )
+
+
+def swiglu(shape: Shape, dtype: torch.dtype) -> Operation:
+    """silu(gate) · up."""
+    import kernels.swiglu
+
+    def builtin(gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+    return Operation(
+        inputs=[Normal(shape), Normal(shape)],
+        ours=kernels.swiglu.swiglu,
+        naive=reference.swiglu,
+        builtin=builtin,
+        liger=liger("swiglu"),
+        forward_cost=kernels.swiglu.cost(shape, dtype),
+        backward_cost=kernels.swiglu.cost(shape, dtype, backward=True),
+    )
+
+
+# Matmuls: shapes are (M, K, N)
+
+
+def matmul(shape: Shape, dtype: torch.dtype) -> Operation:
+    """a @ b. Torch's own is cuBLAS on a GPU."""
+    import kernels.matmul
+
+    m, k, n = shape
+    return Operation(
+        inputs=[Normal((m, k)), Normal((k, n))],
+        ours=kernels.matmul.matmul,
+        builtin=torch.matmul,
+        forward_cost=kernels.matmul.cost(shape, dtype),
+        compute_bound=True,
+        templates=True,
+    )
+
+
+def matmul_gelu(shape: Shape, dtype: torch.dtype) -> Operation:
+    """GeLU of a @ b, in the matmul's epilogue."""
+    import kernels.matmul
+
+    m, k, n = shape
+
+    def ours(a: Tensor, b: Tensor) -> Tensor:
+        return kernels.matmul.matmul(a, b, epilogue="gelu")
+
+    def builtin(a: Tensor, b: Tensor) -> Tensor:
+        return F.gelu(a @ b, approximate="tanh")
+
+    return Operation(
+        inputs=[Normal((m, k)), Normal((k, n))],
+        ours=ours,
+        builtin=builtin,
+        forward_cost=kernels.matmul.cost(shape, dtype),
+        compute_bound=True,
+        templates=True,
+    )
+
+
+def matmul_relu(shape: Shape, dtype: torch.dtype) -> Operation:
+    """ReLU of a @ b, in the matmul's epilogue."""
+    import kernels.matmul
+
+    m, k, n = shape
+
+    def ours(a: Tensor, b: Tensor) -> Tensor:
+        return kernels.matmul.matmul(a, b, epilogue="relu")
+
+    def builtin(a: Tensor, b: Tensor) -> Tensor:
+        return F.relu(a @ b)
+
+    return Operation(
+        inputs=[Normal((m, k)), Normal((k, n))],
+        ours=ours,
+        builtin=builtin,
+        forward_cost=kernels.matmul.cost(shape, dtype),
+        compute_bound=True,
+    )
+
+
+def matmul_leaky_relu(shape: Shape, dtype: torch.dtype) -> Operation:
+    """Leaky ReLU of a @ b, in the matmul's epilogue."""
+    import kernels.matmul
+
+    m, k, n = shape
+
+    def ours(a: Tensor, b: Tensor) -> Tensor:
+        return kernels.matmul.matmul(a, b, epilogue="leaky_relu")
+
+    def builtin(a: Tensor, b: Tensor) -> Tensor:
+        return F.leaky_relu(a @ b)
+
+    return Operation(
+        inputs=[Normal((m, k)), Normal((k, n))],
+        ours=ours,
+        builtin=builtin,
+        forward_cost=kernels.matmul.cost(shape, dtype),
+        compute_bound=True,
+    )
+
+
+def matmul_rms_norm(shape: Shape, dtype: torch.dtype) -> Operation:
+    """RMSNorm of the rows of a @ b, without a weight, in the matmul's epilogue."""
+    import kernels.matmul
+
+    m, k, n = shape
+
+    def ours(a: Tensor, b: Tensor) -> Tensor:
+        return kernels.matmul.matmul(a, b, epilogue="rms_norm")
+
+    def builtin(a: Tensor, b: Tensor) -> Tensor:
+        product = a @ b
+        return F.rms_norm(product, product.shape[-1:], eps=1e-5)
+
+    return Operation(
+        inputs=[Normal((m, k)), Normal((k, n))],
+        ours=ours,
+        builtin=builtin,
+        forward_cost=kernels.matmul.cost(shape, dtype),
+        compute_bound=True,
+    )
+
+
+def float8_linear(shape: Shape, dtype: torch.dtype) -> Operation:
+    """Linear layer without a bias: ours and torchao's in fp8, torch's own in the inputs' dtype."""
+    import kernels.float8_linear
+
+    rows, width, features = shape
+
+    def torchao(x: Tensor, weight: Tensor) -> Tensor:
+        return _torchao_linear()(x, weight)
+
+    return Operation(
+        inputs=[Normal((rows, width)), Normal((features, width), deviation=0.02)],
+        ours=kernels.float8_linear.float8_linear,
+        builtin=F.linear,
+        torchao=torchao,
+        forward_cost=kernels.float8_linear.cost(shape, dtype),
+        backward_cost=kernels.float8_linear.cost(shape, dtype, backward=True),
+        compute_bound=True,
+        tolerance=0.1,  # fp8 rounds every factor to three bits, gradients to two
+    )
+
+
+def linear_gelu_dropout(shape: Shape, dtype: torch.dtype) -> Operation:
+    """Dropout with probability 0.1 of GeLU of a linear layer with a bias."""
+    import kernels.dropout
+    import kernels.matmul
+
+    rows, width, features = shape
+
+    def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return kernels.dropout.linear_gelu_dropout(x, weight, bias, 0.1)
+
+    def builtin(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        hidden = F.gelu(F.linear(x, weight, bias), approximate="tanh")
+        return F.dropout(hidden, 0.1)
+
+    def cost(backward: bool) -> Cost:
+        after = kernels.dropout.cost((rows, features), dtype, gelu=True, backward=backward)
+        return kernels.matmul.cost(shape, dtype, backward=backward) + after
+
+    return Operation(
+        inputs=[Normal((rows, width)), Normal((features, width)), Normal((features,))],
+        ours=ours,
+        builtin=builtin,
+        forward_cost=cost(backward=False),
+        backward_cost=cost(backward=True),
+        compute_bound=True,
+        random=True,
+    )
+
+
+# Losses
+
+
+def cross_entropy(shape: Shape, dtype: torch.dtype) -> Operation:
+    """Mean cross-entropy of logits (N, V) and N targets."""
+    import kernels.cross_entropy
+
+    rows, vocabulary = shape
+
+    def builtin(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), targets)
+
+    return Operation(
+        inputs=[Normal(shape), ClassIndices(rows, vocabulary)],
+        ours=kernels.cross_entropy.cross_entropy,
+        naive=reference.cross_entropy,
+        builtin=builtin,
+        liger=liger("cross_entropy"),
+        forward_cost=kernels.cross_entropy.cost(shape, dtype),
+        backward_cost=kernels.cross_entropy.cost(shape, dtype, backward=True),
+    )
+
+
+def linear_cross_entropy(shape: Shape, dtype: torch.dtype) -> Operation:
+    """Mean cross-entropy of x (N, D) times a head (V, D), without storing all logits."""
+    import kernels.linear_cross_entropy
+
+    rows, width, vocabulary = shape
+
+    def builtin(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy((x @ weight.T).float(), targets)
+
+    return Operation(
+        inputs=[
+            Normal((rows, width)),
+            Normal((vocabulary, width), deviation=0.02),
+            ClassIndices(rows, vocabulary),
+        ],
+        ours=kernels.linear_cross_entropy.linear_cross_entropy,
+        builtin=builtin,
+        liger=liger("fused_linear_cross_entropy"),
+        # Ours computes the gradients in the forward pass, so the first cost is that of both.
+        forward_cost=kernels.linear_cross_entropy.cost(shape, dtype),
+        backward_cost=Cost(0, 0),
+        compute_bound=True,
+        # In float64 the logits of the full size do not fit.
+        exact_dtype=torch.float32 if math.prod(shape) > 10**9 else torch.float64,
+    )
+
+
+# Peers from other packages, imported when they are called: a missing one is a row that says so.
+
+
+def liger(name: str, *arguments: Any) -> Function:
+    """Return Liger Kernel's function `name`.
+
+    Args:
+        name: name without the prefix `liger_`.
+        arguments: what it takes after the inputs.
+    """
+
+    def run(*inputs: Tensor) -> Any:
         from liger_kernel.transformers import functional
 
-        result = getattr(functional, f"liger_{name}")(*tensors, *options)
-        return result[0] if isinstance(result, tuple) else result
+        function = getattr(functional, f"liger_{name}")
+        return first(function(*inputs, *arguments))
 
     return run
 
 
+@functools.cache
+def _torchao_linear() -> Function:
+    """Return torchao's linear layer in fp8, by its default recipe and compiled, as its users do."""
+    from torchao.float8 import convert_to_float8_training
+
+    layer = convert_to_float8_training(torch.nn.Linear(1, 1, bias=False))
+
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, {"weight": weight}, x)
+
+    return torch.compile(linear)
+
+
+# How a function of the inputs is run, in each direction
+
+
 def with_gradients(inputs: list[Tensor]) -> list[Tensor]:
-    """Copies; those of floating point require gradients."""
+    """Return copies of the inputs. Those of floating point require gradients."""
     return [t.detach().clone().requires_grad_(t.is_floating_point()) for t in inputs]
 
 
@@ -553,7 +900,7 @@ def leaves(inputs: list[Tensor]) -> list[Tensor]:
 
 
 def first(out: Any) -> Tensor:
-    """The result, or the first of several."""
+    """Return the result, or the first of several."""
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -564,17 +911,29 @@ def runner(
 
     It is the forward without gradients, the backward of a forward made now, or both.
     """
+    without_gradients = [t.detach() for t in inputs]
+    needed = leaves(inputs)
+
+    def forward() -> Any:
+        return function(*without_gradients)
+
+    def forward_and_backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(first(function(*inputs)), needed, upstream)
+
     if direction == "fwd":
-        plain = [t.detach() for t in inputs]
-        return lambda: function(*plain)
+        return forward
     if direction == "both":
-        return lambda: torch.autograd.grad(first(function(*inputs)), leaves(inputs), upstream)
+        return forward_and_backward
     out = first(function(*inputs))
-    return lambda: torch.autograd.grad(out, leaves(inputs), upstream, retain_graph=True)
+
+    def backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, needed, upstream, retain_graph=True)
+
+    return backward
 
 
 def upstream_of(out: Tensor, direction: str) -> Tensor:
-    """The gradient that arrives at a result: random, or what `loss.backward()` passes."""
+    """Return the gradient of a result: random, or ones as `loss.backward()` passes."""
     if direction == "both":
         return torch.ones_like(out)
     generator = torch.Generator(out.device).manual_seed(1)

@@ -1,6 +1,6 @@
 """Chains of operations as one kernel: traffic one by one and fused, predicted and measured.
 
-A chain is a list of names of OPERATIONS, applied one after the other to x (N, D). It is run one by
+A chain is a list of names of STEPS, applied one after the other to x (N, D). It is run one by
 one in x's own dtype (`builtin`), one by one as the naive forms write it, widened to fp32 (`naive`),
 through torch.compile, and by `chain_kernel` where that has such a form. The traffic one by one and
 fused is that of `distlab.theory.fusion`.
@@ -33,16 +33,15 @@ from distlab.report import (
 )
 from distlab.theory.fusion import POINTWISE, ROWS, Graph, Operator, advise
 from kernels import reference
-from kernels.cost import Cost
 
-from .cases import NORM, Case, Function, Operand
+from .cases import Case, Function, Normal, Operation, Shape
 from .prediction import naive_bytes
 from .view import headline
 
 SCALE = 0.125
 
 
-class Operation(NamedTuple):
+class Step(NamedTuple):
     """A step of a chain, `one(x, *operands)`.
 
     Args:
@@ -61,29 +60,43 @@ class Operation(NamedTuple):
     flops: int = 1
 
 
-def _widened(one: Function) -> Function:
-    return lambda x, *operands: one(reference.wide(x), *map(reference.wide, operands)).to(x.dtype)
+def _plain(takes: str, one: Function) -> Step:
+    """Return a step whose naive form is its operator between two casts."""
+
+    def naive(x: Tensor, *operands: Tensor) -> Tensor:
+        wide_operands = [reference.wide(operand) for operand in operands]
+        return one(reference.wide(x), *wide_operands).to(x.dtype)
+
+    return Step(takes=takes, one=one, naive=naive)
 
 
-def _plain(takes: str, one: Function) -> Operation:
-    return Operation(takes, one, _widened(one))
+def _scale(x: Tensor) -> Tensor:
+    return x * SCALE
 
 
-OPERATIONS = {
+def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, 1e-5)
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias)
+
+
+STEPS = {
     "add": _plain("x", torch.add),
     "multiply": _plain("x", torch.mul),
-    "scale": _plain("", lambda x: x * SCALE),
+    "scale": _plain("", _scale),
     "bias": _plain("v", torch.add),
     "relu": _plain("", torch.relu),
-    "silu": Operation("", F.silu, reference.silu, flops=4),
-    "gelu": Operation("", partial(F.gelu, approximate="tanh"), reference.gelu, flops=8),
-    "rms_norm": Operation(
-        "v", lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), reference.rms_norm, ROWS, 4
+    "silu": Step(takes="", one=F.silu, naive=reference.silu, flops=4),
+    "gelu": Step(takes="", one=partial(F.gelu, approximate="tanh"), naive=reference.gelu, flops=8),
+    "rms_norm": Step(takes="v", one=_rms_norm, naive=reference.rms_norm, pattern=ROWS, flops=4),
+    "layer_norm": Step(
+        takes="vv", one=_layer_norm, naive=reference.layer_norm, pattern=ROWS, flops=7
     ),
-    "layer_norm": Operation(
-        "vv", lambda x, w, b: F.layer_norm(x, w.shape, w, b), reference.layer_norm, ROWS, 7
+    "softmax": Step(
+        takes="", one=partial(F.softmax, dim=-1), naive=reference.softmax, pattern=ROWS, flops=5
     ),
-    "softmax": Operation("", partial(F.softmax, dim=-1), reference.softmax, ROWS, 5),
 }
 Chain = tuple[str, ...]
 CHAINS: tuple[Chain, ...] = (
@@ -105,9 +118,7 @@ def applied(chain: Chain, how: str) -> Function:
     def run(x: Tensor, *operands: Tensor) -> Tensor:
         rest = iter(operands)
         for name in chain:
-            x = getattr(OPERATIONS[name], how)(
-                x, *itertools.islice(rest, len(OPERATIONS[name].takes))
-            )
+            x = getattr(STEPS[name], how)(x, *itertools.islice(rest, len(STEPS[name].takes)))
         return x
 
     return run
@@ -118,7 +129,7 @@ def in_one_kernel(chain: Chain) -> Function | None:
 
     The form is [add] → a row operation → [scale] → [bias] → [silu].
     """
-    rows = [name for name in chain if OPERATIONS[name].pattern == ROWS]
+    rows = [name for name in chain if STEPS[name].pattern == ROWS]
     if len(rows) != 1:
         return None
     (kind,) = rows
@@ -134,7 +145,7 @@ def in_one_kernel(chain: Chain) -> Function | None:
 
         rest = iter(operands)
         residual = next(rest) if "add" in chain else None
-        w, b = [*itertools.islice(rest, len(OPERATIONS[kind].takes)), None, None][:2]
+        w, b = [*itertools.islice(rest, len(STEPS[kind].takes)), None, None][:2]
         scale = SCALE if "scale" in chain else 1.0
         return launch(
             x, residual, kind, w, b, scale, next(rest) if "bias" in chain else None, "silu" in chain
@@ -148,7 +159,7 @@ def chain_graph(chain: Sequence[str], shape: Sequence[int], itemsize: int) -> Gr
     n, d = shape
     sizes, operators, count = {"x0": n * d * itemsize}, [], n * d
     for step, name in enumerate(chain):
-        operation, operands = OPERATIONS[name], []
+        operation, operands = STEPS[name], []
         for number, kind in enumerate(operation.takes):
             operands.append(f"{name}{step}.{number}")
             sizes[operands[-1]] = (count if kind == "x" else d) * itemsize
@@ -167,25 +178,34 @@ def chain_graph(chain: Sequence[str], shape: Sequence[int], itemsize: int) -> Gr
 
 
 def chain_case(chain: Chain) -> Case:
-    """The chain as a row of the table, forward."""
+    """Return the chain as a row of the table, forward."""
+    return Case(
+        name="+".join(chain),
+        make=partial(chain_operation, chain),
+        shape=(8192, 4096),
+        tiny=(16, 4096),
+        directions=("fwd",),
+        chain=chain,
+    )
 
-    def operands(n: int, d: int) -> list[Operand]:
-        kinds = [kind for name in chain for kind in OPERATIONS[name].takes]
-        return [
-            Operand((n, d)),
-            *(Operand((n, d)) if kind == "x" else Operand((d,), 0.1, 1.0) for kind in kinds),
-        ]
 
-    def least(shape: tuple[int, ...], dtype: torch.dtype) -> Cost:
-        return chain_graph(chain, shape, dtype.itemsize).fused()
-
-    variants = {
-        "naive": applied(chain, "naive"),
-        "builtin": applied(chain, "one"),
-        "ours": in_one_kernel(chain),
-    }
-    found = {name: function for name, function in variants.items() if function is not None}
-    return Case("+".join(chain), NORM, (16, 4096), "bfloat16", operands, least, found, ("fwd",))
+def chain_operation(chain: Chain, shape: Shape, dtype: torch.dtype) -> Operation:
+    """Return the chain over x (N, D) as an operation."""
+    width = shape[-1]
+    inputs = [Normal(shape)]
+    for name in chain:
+        for kind in STEPS[name].takes:
+            if kind == "x":
+                inputs.append(Normal(shape))
+            else:
+                inputs.append(Normal((width,), mean=1.0, deviation=0.1))
+    return Operation(
+        inputs=inputs,
+        ours=in_one_kernel(chain),
+        naive=applied(chain, "naive"),
+        builtin=applied(chain, "one"),
+        forward_cost=chain_graph(chain, shape, dtype.itemsize).fused(),
+    )
 
 
 FORMS = {
@@ -206,7 +226,7 @@ def accounting(
         rows: variant → its record.
         limits: rates of this run, see `timing.ceilings`.
     """
-    chain = tuple(case.name.split("+"))
+    chain = case.chain
     graph = chain_graph(chain, case.shape, getattr(torch, case.dtype).itemsize)
     empty, found, apart_ms = limits["empty_kernel_ms"], [], 0.0
     for name, operator in zip(chain, graph.operators, strict=True):
@@ -216,7 +236,7 @@ def accounting(
             "rows"
             if operator.pattern == ROWS
             else "broadcast"
-            if "v" in OPERATIONS[name].takes
+            if "v" in STEPS[name].takes
             else "copy"
         )
         ms = (read + written) / limits[f"{kind}_gb_per_s"] / 1e6
@@ -281,8 +301,8 @@ def accounts(records: Sequence[Record]) -> list[Record]:
             next((r.metrics for r in mine if "rows_gb_per_s" in r.metrics), None),
         )
         if limits is not None:
-            of_its_size = {"shape": tuple(first.config["shape"]), "dtype": first.config["dtype"]}
-            case = replace(chain_case(tuple(first.config["chain"])), **of_its_size)
+            chain, shape = tuple(first.config["chain"]), tuple(first.config["shape"])
+            case = replace(chain_case(chain), shape=shape, dtype=first.config["dtype"])
             found += [
                 Record(TRAFFIC.name, name, first.config, metrics, first.environment, first.commit)
                 for name, metrics in accounting(case, {r.variant: r for r in mine}, limits)

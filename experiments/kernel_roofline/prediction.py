@@ -20,13 +20,14 @@ from .cases import Case, first, leaves, with_gradients
 
 def naive_bytes(case: Case, direction: str) -> Counter[str] | None:
     """Return the traffic of the naive form by kind, one operation at a time. None without one."""
-    # adamw's tensors are not those of its call
-    if "naive" not in case.variants or case.name == "adamw":
+    operation = case.operation
+    # The naive form of a stateful operation moves other tensors than its inputs.
+    if operation.naive is None or operation.stateful:
         return None
     inputs = with_gradients(case.inputs("meta"))
     log, found = TrafficLog(), Counter()
     with contextlib.nullcontext() if direction == "bwd" else log:
-        out = first(case.variants["naive"](*inputs))
+        out = first(operation.naive(*inputs))
     if direction != "fwd":
         with log:
             torch.autograd.grad(out, leaves(inputs), torch.empty_like(out))
@@ -44,10 +45,12 @@ def predicted(case: Case, direction: str, limits: dict[str, float]) -> dict[str,
         case, direction: the row.
         limits: `<kind>_gb_per_s` of each of KINDS and `empty_kernel_ms`, measured.
     """
-    traffic = None if case.compute else naive_bytes(case, direction)
+    operation = case.operation
+    traffic = None if operation.compute_bound else naive_bytes(case, direction)
     if traffic is None:
         return {}
-    least = case.cost(direction).bytes * case.moves.get(direction, 1)
+    moved = operation.cost(direction).bytes * operation.traffic_factor.get(direction, 1)
     naive_ms = sum(count / limits[f"{kind}_gb_per_s"] for kind, count in traffic.items()) / 1e6
-    empty, ours_ms = limits["empty_kernel_ms"], least / limits["copy_gb_per_s"] / 1e6
+    ours_ms = moved / limits["copy_gb_per_s"] / 1e6
+    empty = limits["empty_kernel_ms"]
     return {"predicted_over_naive": (ours_ms + empty) / (naive_ms + empty)}

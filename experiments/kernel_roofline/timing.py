@@ -1,10 +1,16 @@
-"""Times on the device, the ceilings of this run, and what was launched."""
+"""Times on the device, the ceilings of this run, and the registers of what was launched.
+
+Times in a loop, as a model calls a function, are `distlab.measure.call_ms`. Next: `Row` in
+`__init__`, which times all variants of a row with these functions.
+"""
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from distlab.measure import clock, memory_traffic
 
@@ -38,10 +44,13 @@ class Prepared(NamedTuple):
 def prepare(make: Callable[[], Callable[[], Any]], device: str, capture: bool = True) -> Prepared:
     """Return one warm run, as a CUDA graph if it can be captured.
 
-    A peer that waits for the device cannot.
+    A peer that waits for the device cannot be captured.
 
-    `make` is called on the stream that is captured, because a backward runs on the stream of its
-    forward.
+    Args:
+        make: function that returns the run. It is called on the stream that is captured, because a
+            backward runs on the stream of its forward.
+        device: `cuda` or `cpu`.
+        capture: False to time the calls themselves.
     """
     if device != "cuda":
         return Prepared(make(), False, None)
@@ -61,17 +70,16 @@ def prepare(make: Callable[[], Callable[[], Any]], device: str, capture: bool = 
 def device_ms(call: Callable[[], Any], count: int, device: str) -> float:
     """Return the median ms of `count` calls after one untimed call.
 
-    The L2 is overwritten before each.
+    On a GPU the L2 is overwritten before each.
     """
-    flush = (
-        torch.empty(2**28, dtype=torch.int8, device=device).zero_
-        if device == "cuda"
-        else lambda: None
-    )
+    larger_than_l2 = None
+    if device == "cuda":
+        larger_than_l2 = torch.empty(2**28, dtype=torch.int8, device=device)
     timer = clock.PhaseTimer(device)
     call()
     for _ in range(count):
-        flush()
+        if larger_than_l2 is not None:
+            larger_than_l2.zero_()
         timer.start()
         call()
         timer.mark("call")
@@ -84,55 +92,74 @@ def calls_within(ms: float, call: Callable[[], Any], device: str) -> int:
 
 
 def fits(held: int) -> bool:
-    """Return whether `held` bytes, the most that all variants hold, can be held at once.
+    """Return whether all variants of a row can be held at once.
 
     A graph keeps the memory that its run allocated.
 
-    The same amount is left for memory lost between blocks, the runs before a capture and the calls
-    in a loop.
+    Args:
+        held: bytes that all variants hold at most.
     """
-    free = (
-        torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    )
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    free = torch.cuda.mem_get_info()[0] + cached
+    # The same amount again is left for memory lost between blocks, the runs before a capture and
+    # the calls in a loop.
     return 2 * held <= free
 
 
 def spills(run: Callable[[], Any]) -> dict[str, int]:
-    """Registers and spilled bytes of our kernels in one run: the most of any."""
+    """Return `registers` and `spill_bytes`: the largest of any of our kernels in one run."""
+    # Imported here, because importing them decides how kernels run.
     from kernels import _dispatch
     from kernels._compile import resources
 
     with _dispatch.compile_only() as compiled:
         run()
-    found = [resources(kernel) for kernel in compiled]
-    return {name: max((r[name] for r in found), default=0) for name in ("registers", "spill_bytes")}
+    largest = {"registers": 0, "spill_bytes": 0}
+    for kernel in compiled:
+        found = resources(kernel)
+        for name in largest:
+            largest[name] = max(largest[name], found[name])
+    return largest
 
 
 def ceilings(device: str, repeat_ms: int) -> dict[str, float]:
-    """Rates that rows are held against, measured now.
+    """Return the rates that rows are compared with, measured now.
 
-    `copy_gb_per_s` is the faster of cudaMemcpy and torch's element-wise kernel; the rates of the
-    other kinds of torch's operations are what `prediction` needs.
+    Args:
+        device: `cuda` or `cpu`.
+        repeat_ms: ms of device time per rate.
+
+    Returns:
+        `copy_gb_per_s`, the faster of cudaMemcpy and torch's element-wise kernel. `rows_gb_per_s`,
+        torch's LayerNorm. `<kind>_gb_per_s` of the other kinds of torch's operators and
+        `empty_kernel_ms`, which `prediction` needs. `cublas_tflop_per_s`.
     """
-    on_gpu = device == "cuda"
+    if device == "cuda":
+        rows, cols, size = 65536, 4096, 8192
+    else:
+        rows, cols, size = 16, 4096, 64
 
-    def ms(run: Callable[[], Any]) -> float:
-        ready = prepare(lambda: run, device)
+    def milliseconds(run: Callable[[], Any]) -> float:
+        def make() -> Callable[[], Any]:
+            return run
+
+        ready = prepare(make, device)
         return device_ms(ready.call, calls_within(repeat_ms, ready.call, device), device)
 
-    rows, cols = (65536, 4096) if on_gpu else (16, 4096)
+    def seconds(run: Callable[[], Any]) -> float:
+        return milliseconds(run) / 1e3
+
     x = torch.randn(rows, cols, device=device)
-    reached = memory_traffic.rates(x, lambda run: ms(run) / 1e3)
+    bytes_per_s = memory_traffic.rates(x, seconds)
     half, out, tiny = x.bfloat16(), torch.empty_like(x), torch.ones(1, device=device)
-    reached["copy"] = max(reached["copy"], 2 * x.nbytes / ms(lambda: torch.abs(x, out=out)) * 1e3)
-    reached["rows"] = (
-        2 * half.nbytes / ms(lambda: torch.nn.functional.layer_norm(half, (cols,))) * 1e3
-    )
-    limits = {f"{kind}_gb_per_s": rate / 1e9 for kind, rate in reached.items()}
-    limits["empty_kernel_ms"] = ms(lambda: torch.abs(tiny, out=tiny))
-    size = 8192 if on_gpu else 64
-    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
-    limits["cublas_tflop_per_s"] = 2 * size**3 / ms(lambda: torch.mm(a, b)) / 1e9
+    elementwise = 2 * x.nbytes / milliseconds(partial(torch.abs, x, out=out)) * 1e3
+    bytes_per_s["copy"] = max(bytes_per_s["copy"], elementwise)
+    bytes_per_s["rows"] = 2 * half.nbytes / milliseconds(partial(F.layer_norm, half, (cols,))) * 1e3
+    limits = {f"{kind}_gb_per_s": rate / 1e9 for kind, rate in bytes_per_s.items()}
+    limits["empty_kernel_ms"] = milliseconds(partial(torch.abs, tiny, out=tiny))
+    a = torch.randn(size, size, device=device).bfloat16()
+    b = torch.randn(size, size, device=device).bfloat16()
+    limits["cublas_tflop_per_s"] = 2 * size**3 / milliseconds(partial(torch.mm, a, b)) / 1e9
     square = torch.ones(64, 64, device=device, requires_grad=True)
     # cuBLAS takes its workspaces now, and no row is charged for them
     (square @ square).sum().backward()

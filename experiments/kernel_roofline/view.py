@@ -1,4 +1,8 @@
-"""Tables of `kernel_roofline`: variants, ours against every peer, verdicts and the roofline."""
+"""Tables of `kernel_roofline`: variants, ours against every peer, verdicts and the roofline.
+
+It reads records and measures nothing. The tables are VIEW and COMPARISON, at the end. Next: the
+table of chains is in `chains`.
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +17,6 @@ from distlab.report import (
     Ratio,
     clearly_longer,
     fastest,
-    grouped,
     host_bound,
     interval_of,
     noise_of,
@@ -33,14 +36,17 @@ DIRECTIONS = {
     "bwd": ("s", ORANGE, "backward"),
     "both": ("^", GREEN, "forward and backward"),
 }
-CLOSE_PCT = 15  # of the measured ratio to the naive form: a prediction that is called close
-NAMED_BELOW = 0.75  # of what the ceilings allow: such a point is named
+CLOSE_PCT = 15  # a prediction is close within this percentage of the measured ratio
+NAMED_BELOW = 0.75  # the plot names points below this fraction of what the ceilings allow
 
 
 def by_row(records: Sequence[Record]) -> dict[tuple[str, str], dict[str, Record]]:
     """Return (operation and shape, direction) → variant → record."""
-    groups = grouped(records, lambda r: (r.config["label"], r.config["direction"]))
-    return {row: {r.variant: r for r in mine} for row, mine in groups.items()}
+    rows: dict[tuple[str, str], dict[str, Record]] = {}
+    for record in records:
+        row = record.config["label"], record.config["direction"]
+        rows.setdefault(row, {})[record.variant] = record
+    return rows
 
 
 def headline(records: Sequence[Record]) -> str:
@@ -49,12 +55,18 @@ def headline(records: Sequence[Record]) -> str:
     where = f"{env.get('device_name', 'CPU')}, torch {env.get('torch', '?')}"
     if not any("copy_gb_per_s" in r.metrics for r in records):
         return where
-    # a run that was resumed has ceilings of every process, and rows are held against their own
-    copy, cublas = (
-        " and ".join(dict.fromkeys(f"{r.metrics[name]:,.0f}" for r in records if name in r.metrics))
-        for name in ("copy_gb_per_s", "cublas_tflop_per_s")
-    )
+    copy = _ceilings_of_all_processes(records, "copy_gb_per_s")
+    cublas = _ceilings_of_all_processes(records, "cublas_tflop_per_s")
     return f"{where}; copy {copy} GB/s, cuBLAS {cublas} TFLOP/s"
+
+
+def _ceilings_of_all_processes(records: Sequence[Record], name: str) -> str:
+    """Return the different values of a ceiling, joined by "and".
+
+    Each process of a resumed run measures its own, and its rows are compared with those.
+    """
+    found = [f"{r.metrics[name]:,.0f}" for r in records if name in r.metrics]
+    return " and ".join(dict.fromkeys(found))
 
 
 def _is_peer(record: Record) -> bool:
@@ -69,11 +81,12 @@ OFF = prediction_error("predicted_over_naive", "over_naive")
 
 
 def compare(records: Sequence[Record]) -> None:
-    """Hold the rows that are right against the fastest peer, the naive form and torch's own."""
+    """Add the ratios to the fastest peer, the naive form and torch's own, where rows are right."""
     right = [r for r in records if r.metrics.get("status") == "ok"]
     for rows in by_row(right).values():
+        variants = list(rows.values())
         for ratio in (OVER_PEER, OVER_PEER_WALL, OVER_NAIVE, OVER_BUILTIN):
-            ratio.add([*rows.values()])
+            ratio.add(variants)
 
 
 def verdicts(records: Sequence[Record]) -> list[str]:
@@ -94,7 +107,8 @@ def _against_peers(records: Sequence[Record], how: str, ratio: Ratio) -> str:
     found: dict[str, list[Record]] = {FASTER: [], SLOWER: [], UNCLEAR: []}
     names = []  # of the rows that a peer wins
     for row, rows in by_row(records).items():
-        ours, peer = rows.get("ours"), ratio.baseline([*rows.values()])
+        ours = rows.get("ours")
+        peer = ratio.baseline(list(rows.values()))
         if ours is None or peer is None or ratio.name not in ours.metrics:
             continue
         verdict = verdict_of(ours, ratio.name)
@@ -104,13 +118,16 @@ def _against_peers(records: Sequence[Record], how: str, ratio: Ratio) -> str:
             names.append(
                 f"{' '.join(row)} ({peer.variant}, ours / it {measured}{host_bound(ours)})"
             )
-    compared = sum(map(len, found.values()))
+    faster, unclear = len(found[FASTER]), found[UNCLEAR]
+    compared = faster + len(found[SLOWER]) + len(unclear)
     if not compared:
         return ""
-    slower = f"slower in {len(names)}{': ' if names else ''}{', '.join(names)}"
-    line = f"{how} ours is faster than the fastest peer in {len(found[FASTER])} of {compared} rows, {slower}."
-    if found[UNCLEAR]:
-        line += f" In {len(found[UNCLEAR])} this run cannot tell. {why_unclear(found[UNCLEAR], ratio.name)}"
+    slower = f"slower in {len(names)}"
+    if names:
+        slower += f": {', '.join(names)}"
+    line = f"{how} ours is faster than the fastest peer in {faster} of {compared} rows, {slower}."
+    if unclear:
+        line += f" In {len(unclear)} this run cannot tell. {why_unclear(unclear, ratio.name)}"
     return line
 
 
@@ -138,7 +155,10 @@ def _predictions(records: Sequence[Record]) -> list[str]:
     total = close + far + len(unclear)
     if not total:
         return []
-    line = f"Of {total} predicted ratios to the naive form {close} are within {CLOSE_PCT} %, {far} are not."
+    line = (
+        f"Of {total} predicted ratios to the naive form {close} are within {CLOSE_PCT} %, "
+        f"{far} are not."
+    )
     if unclear:
         line += f" For {len(unclear)} this run cannot tell. {why_unclear(unclear, OVER_NAIVE.name)}"
     return [line]
@@ -151,31 +171,39 @@ def beside_peers(records: Sequence[Record]) -> list[Record]:
     """
     found = []
     for rows in by_row(records).values():
-        if "ours" in rows:
-            ours = rows["ours"]
-            times = {
-                f"{peer}_ms": rows[peer].metrics.get("time_p50_ms") if peer in rows else None
-                for peer in PEERS
-            }
-            mine = ours.metrics | times | {"noise_pct": noise_of(ours.metrics, "time")}
-            found.append(
-                Record(
-                    COMPARISON.name,
-                    ours.config["operation"],
-                    ours.config,
-                    mine,
-                    ours.environment,
-                    ours.commit,
-                )
+        if "ours" not in rows:
+            continue
+        ours = rows["ours"]
+        metrics = dict(ours.metrics)
+        for peer in PEERS:
+            metrics[f"{peer}_ms"] = rows[peer].metrics.get("time_p50_ms") if peer in rows else None
+        metrics["noise_pct"] = _noise(ours)
+        found.append(
+            Record(
+                experiment=COMPARISON.name,
+                variant=ours.config["operation"],
+                config=ours.config,
+                metrics=metrics,
+                environment=ours.environment,
+                commit=ours.commit,
             )
+        )
     return found
 
 
+def _noise(record: Record) -> float | None:
+    return noise_of(record.metrics, "time")
+
+
 def _tie(record: Record) -> str:
-    """A tie, by the noise of ours where the record is of a version that kept no interval."""
-    ratio, noise = record.metrics["over_peer"], (record.metrics.get("noise_pct") or 0.0) / 100
+    """Return the mark of a tie, or nothing.
+
+    Records of older versions have no interval: the noise of ours decides.
+    """
     if "over_peer_low" in record.metrics:
         return OVER_PEER.tie(record)
+    ratio = record.metrics["over_peer"]
+    noise = (record.metrics.get("noise_pct") or 0.0) / 100
     return TIE if ratio * (1 - noise) <= 1 <= ratio * (1 + noise) else ""
 
 
@@ -184,18 +212,17 @@ def wall_notes(record: Record) -> str:
 
     Too short means below the device's time.
     """
-    return host_bound(record) + (" L2" if clearly_longer(record.metrics, "time", "wall") else "")
+    warm = " L2" if clearly_longer(record.metrics, "time", "wall") else ""
+    return host_bound(record) + warm
 
 
-# Of both tables.
+# Columns of both tables
 ROW = [Column("config.label", "operation", align="left"), Column("config.direction", "direction")]
 WALL = Column(
     "metrics.wall_p50_ms", "wall µs", ",.1f", scale=1000, missing="", optional=True, note=wall_notes
 )
 WALL_OVER_PEER = OVER_PEER_WALL.column("ours ÷ best peer, wall", ".2f", missing="", optional=True)
-NOISE = Column(
-    "metrics.noise_pct", "noise ± %", ".1f", derived=lambda r: noise_of(r.metrics, "time")
-)
+NOISE = Column("metrics.noise_pct", "noise ± %", ".1f", derived=_noise)
 SHARES = [
     Column("metrics.of_copy_pct", "% of copy", ".0f", missing=""),
     Column("metrics.of_cublas_pct", "% of cuBLAS", ".0f", missing=""),
@@ -230,7 +257,7 @@ COMPARISON_COLUMNS = [
 def plot_roofline(records: Sequence[Record], path: Path) -> None:
     """Draw every kernel of ours as a point under the two measured ceilings.
 
-    Points that stay below are named.
+    Points far below the ceilings are named.
     """
     mine = [
         r
@@ -242,31 +269,31 @@ def plot_roofline(records: Sequence[Record], path: Path) -> None:
     title = (
         "Our kernels under the ceilings of the run; named are those below three quarters of them"
     )
+    # Every process of a resumed run measures its own ceilings: the plot shows the highest.
+    bandwidth = max(r.metrics["copy_gb_per_s"] for r in mine)
+    peak = max(r.metrics["cublas_tflop_per_s"] for r in mine)
+
+    def ceiling(intensity: float) -> float:
+        """Return the TFLOP/s that the ceilings allow at FLOPs per byte."""
+        return min(peak, intensity * bandwidth / 1000)
+
     with picture(path, title, 4.5) as figure:
         axes = figure.add_subplot()
-        # Every process of a resumed run measures its own ceilings: those that held highest.
-        bandwidth, peak = (
-            max(r.metrics[name] for r in mine) for name in ("copy_gb_per_s", "cublas_tflop_per_s")
-        )
         knee = 1000 * peak / bandwidth
         intensities = sorted([0.05, knee, max(2 * knee, 20000.0)])
         axes.plot(
             intensities,
-            [min(peak, x * bandwidth / 1000) for x in intensities],
+            [ceiling(intensity) for intensity in intensities],
             color=INK,
             linewidth=1.2,
             label=f"measured: copy {bandwidth:,.0f} GB/s, cuBLAS {peak:,.0f} TFLOP/s",
         )
-        points = [
-            (r.metrics["flops"] / r.metrics["min_bytes"], r.metrics["tflop_per_s"]) for r in mine
-        ]
         for direction, (marker, colour, label) in DIRECTIONS.items():
-            chosen = [
-                p for p, r in zip(points, mine, strict=True) if r.config["direction"] == direction
-            ]
+            chosen = [r for r in mine if r.config["direction"] == direction]
             if chosen:
                 axes.plot(
-                    *zip(*chosen, strict=True),
+                    [_intensity(r) for r in chosen],
+                    [r.metrics["tflop_per_s"] for r in chosen],
                     marker,
                     color=colour,
                     alpha=0.75,
@@ -274,21 +301,28 @@ def plot_roofline(records: Sequence[Record], path: Path) -> None:
                     linestyle="none",
                     label=label,
                 )
-        for (intensity, rate), r in zip(points, mine, strict=True):
-            if rate < NAMED_BELOW * min(peak, intensity * bandwidth / 1000):
-                left = intensity > 100  # of the point: there is no room on the other side
-                axes.annotate(
-                    f"{r.config['label']} {r.config['direction']}",
-                    (intensity, rate),
-                    fontsize=5.5,
-                    ha="right" if left else "left",
-                    xytext=(-5 if left else 5, -5),
-                    textcoords="offset points",
-                )
+        for r in mine:
+            intensity, rate = _intensity(r), r.metrics["tflop_per_s"]
+            if rate >= NAMED_BELOW * ceiling(intensity):
+                continue
+            left = intensity > 100  # left of the point: there is no room on its right
+            axes.annotate(
+                f"{r.config['label']} {r.config['direction']}",
+                (intensity, rate),
+                fontsize=5.5,
+                ha="right" if left else "left",
+                xytext=(-5 if left else 5, -5),
+                textcoords="offset points",
+            )
         axes.set(xscale="log", yscale="log")
         axes.set_xlabel("FLOPs per byte of least traffic")
         axes.set_ylabel("TFLOP/s")
         axes.legend(loc="upper left", frameon=True)
+
+
+def _intensity(record: Record) -> float:
+    """Return FLOPs per byte of least traffic."""
+    return record.metrics["flops"] / record.metrics["min_bytes"]
 
 
 VIEW = View(
@@ -323,18 +357,20 @@ VIEW = View(
     pictures={"roofline.png": plot_roofline},
     derive=compare,
     findings=verdicts,
-    reading="Device times are replays of a CUDA graph with the L2 flushed before each. Wall times are of calls in a "
-    "loop, which find in the L2 what the call before left: one below its device time is marked L2, one that waits for "
-    "the host is marked host. Ratios are this row's time over that of another row, below 1 it is faster. For "
-    "memory-bound operations GB/s is the least traffic over the time; its share of the copy's bandwidth in this run "
-    "shows what could still be gained. Matmuls are compared with cuBLAS. Errors are against float64, relative to the "
-    "largest value; a row beyond the tolerance of its dtype says WRONG. Peak is what the call holds at most: inputs, "
-    "results and intermediates. In the roofline each number is one of our kernels, under the two ceilings measured "
-    "in this run.",
-    prediction="The ratio to the naive form: the bytes that the fused kernel moves at the copy's rate, over what the "
-    "naive form's operators move, counted at torch's dispatcher, at the rates that copies, broadcasts, reductions and "
-    "widening casts reach in this run.",
-    noise="All variants of a row are timed once in each of the interleaved rounds. Ratios are paired by round.",
+    reading="Device times are replays of a CUDA graph with the L2 flushed before each. Wall times "
+    "are of calls in a loop, which find in the L2 what the call before left: one below its device "
+    "time is marked L2, one that waits for the host is marked host. Ratios are this row's time "
+    "over that of another row, below 1 it is faster. For memory-bound operations GB/s is the "
+    "least traffic over the time; its share of the copy's bandwidth in this run shows what could "
+    "still be gained. Matmuls are compared with cuBLAS. Errors are against float64, relative to "
+    "the largest value; a row beyond the tolerance of its dtype says WRONG. Peak is what the call "
+    "holds at most: inputs, results and intermediates. In the roofline each number is one of our "
+    "kernels, under the two ceilings measured in this run.",
+    prediction="The ratio to the naive form: the bytes that the fused kernel moves at the copy's "
+    "rate, over what the naive form's operators move, counted at torch's dispatcher, at the rates "
+    "that copies, broadcasts, reductions and widening casts reach in this run.",
+    noise="All variants of a row are timed once in each of the interleaved rounds. Ratios are "
+    "paired by round.",
 )
 COMPARISON = View(
     name="kernel_comparison",
@@ -351,8 +387,9 @@ COMPARISON = View(
         "over_peer",
         "of_copy_pct",
     ),
-    reading="Times in µs; wall is of calls in a loop, with a warm L2; the others are on the device, with a cold one. A "
-    "wall time below its device time is marked L2. Ratios: below 1 ours is faster. The naive form widens its inputs to "
-    "fp32, operation by operation, which makes the last ratio smaller; builtin is torch's own operators in the inputs' "
-    "dtype, one for each operation.",
+    reading="Times in µs; wall is of calls in a loop, with a warm L2; the others are on the "
+    "device, with a cold one. A wall time below its device time is marked L2. Ratios: below 1 "
+    "ours is faster. The naive form widens its inputs to fp32, operation by operation, which "
+    "makes the last ratio smaller; builtin is torch's own operators in the inputs' dtype, one for "
+    "each operation.",
 )

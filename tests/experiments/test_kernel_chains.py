@@ -16,6 +16,7 @@ from experiments.kernel_roofline.chains import (
     applied,
     chain_case,
     chain_graph,
+    chain_operation,
     in_one_kernel,
 )
 from experiments.kernel_roofline.view import compare
@@ -34,22 +35,21 @@ MORE = (("rms_norm",), ("add", "softmax", "silu"), ("layer_norm", "scale", "bias
 )
 @pytest.mark.parametrize("shape", [(3, 7), (5, 1000)], ids=str)
 def test_one_kernel_against_float64(chain, dtype, shape, monkeypatch):
-    case = chain_case(chain)
+    operation = chain_operation(chain, shape, dtype)
     generator = torch.Generator().manual_seed(1)
     inputs = [
-        torch.randn(sizes, generator=generator).to(DEVICE, dtype)
-        for sizes, *_ in case.takes(*shape)
+        torch.randn(each.shape, generator=generator).to(DEVICE, dtype) for each in operation.inputs
     ]
     launches, launch = [], chain_kernel.launch
     monkeypatch.setattr(
         chain_kernel, "launch", lambda *args: launches.append(args) or launch(*args)
     )
-    found = case.variants["ours"](*inputs)
+    found = operation.ours(*inputs)
     exact = applied(chain, "naive")(*(tensor.double() for tensor in inputs))
     near(found, exact, TOLERANCE[dtype])
     assert found.dtype == dtype and len(launches) == 1
     monkeypatch.setattr(_dispatch, "runs_triton", lambda tensor: False)
-    near(case.variants["ours"](*inputs), found, TOLERANCE[dtype])  # without Triton
+    near(operation.ours(*inputs), found, TOLERANCE[dtype])  # without Triton
 
 
 def test_what_the_kernel_has_no_form_for():
@@ -60,7 +60,7 @@ def test_what_the_kernel_has_no_form_for():
         ("rms_norm", "add"),
     ):
         assert in_one_kernel(chain) is None
-    assert "ours" not in chain_case(("bias", "gelu")).variants
+    assert "ours" not in chain_case(("bias", "gelu")).operation.variants
 
 
 def test_the_traffic_of_a_chain():
@@ -111,7 +111,7 @@ def advice_follows_intervals(chain, seed):
     limits = {f"{kind}_gb_per_s": 1000.0 for kind in (*KINDS, "rows")} | {"empty_kernel_ms": 0.001}
     records = []
     for variant in ("naive", "builtin", "compile", "ours"):
-        if variant in case.variants or variant == "compile":
+        if variant in case.operation.variants or variant == "compile":
             metrics = {"status": "ok"} | limits | noise.metrics("time")
             records.append(Record(EXPERIMENT.name, variant, config, metrics, {}, None))
     compare(records)

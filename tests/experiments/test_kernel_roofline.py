@@ -35,12 +35,12 @@ def test_every_operation_is_timed_in_each_size():
 
 def test_a_wrong_kernel_is_called_wrong(monkeypatch, tmp_path):
     def broken(small=False):
-        case = next(c for c in REAL(True) if c.name == "rms_norm")
-        return [
-            dataclasses.replace(case, variants=case.variants | {"ours": lambda x, w: 2 * x * w})
-        ]
+        return [dataclasses.replace(norm, make=twice_too_large)]
 
-    REAL = rows.cases
+    def twice_too_large(shape, dtype):
+        return dataclasses.replace(rows.rms_norm(shape, dtype), ours=lambda x, w: 2 * x * w)
+
+    norm = next(case for case in rows.cases(small=True) if case.name == "rms_norm")
     monkeypatch.setattr(rows, "cases", broken)
     found = measured(EXPERIMENT, tmp_path, only=("rms_norm",))
     status = {(r.variant, r.config["direction"]): r.metrics["status"] for r in found}
@@ -88,7 +88,7 @@ def test_traffic_of_the_naive_forms():
     case = case_named("add_gelu")
     # x + y in bf16, GeLU in fp32: to float, products, tanh, and back; all of it at least three
     # times the least.
-    assert naive_bytes(case, "fwd").total() > 3 * case.cost("fwd").bytes
+    assert naive_bytes(case, "fwd").total() > 3 * case.operation.cost("fwd").bytes
     norm = case_named("rms_norm")
     n, count = norm.shape[0] * norm.shape[1], naive_bytes(norm, "fwd")
     # to float 2+4; square 4+4 and to bf16 4+2; mean 4; times r 4+4, times w 4+4 bytes per element
@@ -100,7 +100,7 @@ def test_a_prediction_is_time_over_time():
     case = case_named("add_gelu")
     alike = {f"{kind}_gb_per_s": 1000.0 for kind in KINDS}
     # two kernels of ours move five tensors
-    ratio = naive_bytes(case, "fwd").total() / (5 / 3 * case.cost("fwd").bytes)
+    ratio = naive_bytes(case, "fwd").total() / (5 / 3 * case.operation.cost("fwd").bytes)
     assert predicted(case, "fwd", alike | {"empty_kernel_ms": 0.0})[
         "predicted_over_naive"
     ] == pytest.approx(1 / ratio)
@@ -108,7 +108,7 @@ def test_a_prediction_is_time_over_time():
 
 
 def test_templates_are_a_peer_of_single_products(monkeypatch):
-    assert [c.name for c in rows.cases() if c.has("template")] == ["matmul"] * 2 + [
+    assert [c.name for c in rows.cases() if c.operation.has("template")] == ["matmul"] * 2 + [
         "matmul_gelu"
     ] * 2
     asked = []
@@ -125,7 +125,7 @@ def test_templates_are_a_peer_of_single_products(monkeypatch):
 
 def test_torchaos_layer_multiplies_by_the_weight_that_it_is_given(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function: function)
-    monkeypatch.setattr(rows, "_torchao", rows._torchao.__wrapped__)
+    monkeypatch.setattr(rows, "_torchao_linear", rows._torchao_linear.__wrapped__)
     for name in ("torchao", "torchao.float8"):  # a conversion that converts nothing
         monkeypatch.setitem(
             sys.modules, name, SimpleNamespace(convert_to_float8_training=lambda layer: layer)
