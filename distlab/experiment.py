@@ -327,7 +327,7 @@ class Experiment(Generic[C]):
                     f"this run is complete, since {since} ({folder}). --fresh measures it again, another "
                     "--name begins a new one"
                 )
-                return self._exit_code(run)
+                return self._exit_code(run, run.records)
             run.progress, run.notice = progress, progress.keep
             run.show = partial(self.show, run, progress, json_only=frame.json)
             self.measure(config, context, run)
@@ -352,9 +352,9 @@ class Experiment(Generic[C]):
     def show(self, run: Run, progress: Progress, *, json_only: bool = False) -> None:
         """Write tables, pictures and page of the rows so far, and print the short table."""
         progress.close()
-        for view, rows, _ in self._written(run):
+        for view, records, _ in self._written(run):
             if not json_only:
-                say_table(view, rows.records)
+                say_table(view, records)
         run.shown = True
 
     def finish(self, run: Run, *, json_only: bool = False) -> int:
@@ -362,30 +362,37 @@ class Experiment(Generic[C]):
 
         Returns 1 if something is wrong, else 0.
         """
-        for view, rows, page in self._written(run):
-            say(view, rows.records, page, table=not run.shown, quiet=json_only, line=rows is run)
+        own: Records = ()
+        for view, records, page in self._written(run):
+            is_own = view.name == self.name
+            say(view, records, page, table=not run.shown, quiet=json_only, line=is_own)
+            if is_own:
+                own = records
         run.complete()
-        return self._exit_code(run)
+        return self._exit_code(run, own)
 
-    def _exit_code(self, run: Run) -> int:
-        """Return 1 if a row of the run or of its parts is wrong, else 0."""
-        records = list(run.records)
+    def _exit_code(self, run: Run, own: Records) -> int:
+        """Return 1 if a row of the run or of its parts is wrong, else 0.
+
+        Args:
+            own: rows of the run itself, with what the view derives.
+        """
+        records = list(own)
         # From the files, because a run that was complete before has not made its parts again.
         for file in sorted(run.path.glob(f"parts/*/{ROWS}")):
             records += read_json(file)
         return 1 if self.wrong(records) else 0
 
-    def _written(self, run: Run) -> Iterator[tuple[View, Run, Path]]:
+    def _written(self, run: Run) -> Iterator[tuple[View, Records, Path]]:
         """Write tables, pictures and page of the parts, then of the run itself.
 
-        Yields (view, rows, page) for each.
+        Yields (view, records with what the view derives, page) for each.
         """
-        for name, rows in [
-            *((name, part) for name, part in run.parts.items() if part.records),
-            (self.name, run),
-        ]:
+        parts = {name: part for name, part in run.parts.items() if part.records}
+        for name, rows in {**parts, self.name: run}.items():
             view = self.views()[name]
-            yield view, rows, write(view, rows.records, rows.path)
+            records = view.derived(rows.records)
+            yield view, records, write(view, records, rows.path)
 
 
 class _Help(argparse.Action):

@@ -242,6 +242,14 @@ class Run:
         self.save()
         return record
 
+    def replace(self, record: Record, metrics: Values) -> Record:
+        """Put other metrics in the place of a row's, and return the new row. Call `save` then."""
+        changed = replace(record, metrics=dict(metrics))
+        for position, known in enumerate(self.records):
+            if known is record:
+                self.records[position] = changed
+        return changed
+
     def save(self) -> None:
         """Write the rows so far atomically, and before the first of them the header."""
         if self.is_main:

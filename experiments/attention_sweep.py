@@ -51,7 +51,6 @@ from distlab.report import (
     SLOWER,
     UNCLEAR,
     Panel,
-    Ratio,
     Series,
     fastest,
     grouped,
@@ -59,7 +58,8 @@ from distlab.report import (
     interval_of,
     lines,
     prediction_error,
-    row_of,
+    ratio_metrics,
+    row_named,
     verdict_of,
     why_unclear,
     with_interval,
@@ -97,11 +97,12 @@ MORE = (
 LENGTHS = tuple(f"1x1x{2**n}x{head_dim}" for head_dim in (16, 32, 64, 128) for n in range(7, 17))
 MEMORY = tuple(f"8x1x{2**n}x{head_dim}" for head_dim in (16, 32, 64, 128) for n in range(8, 16))
 COMPILED = ("compiled", "flex", "ours")
-# Ours over each row, which `compare` gives as the baseline.
-COMPARED = [
-    Ratio(f"ours_over_{name}", row_of("ours"), clock)
-    for name, clock in (("wall", "wall"), ("device", "fwd_bwd_device"), ("fwd", "fwd_device"))
-]
+# name of a ratio → clock whose times it compares: ours over each other row
+COMPARED = {
+    "ours_over_wall": "wall",
+    "ours_over_device": "fwd_bwd_device",
+    "ours_over_fwd": "fwd_device",
+}
 
 
 @dataclass(frozen=True)
@@ -233,25 +234,50 @@ def rates(shape: Shape, fwd_ms: float, fwd_bwd_ms: float) -> dict[str, float]:
     return found | {"bwd_device_p50_ms": fwd_bwd_ms - fwd_ms}
 
 
-FASTEST = fastest("fwd_bwd_device_p50_ms", lambda record: not record.variant.startswith("ours"))
+def compare(records: Sequence[Record]) -> list[Record]:
+    """Return the rows: each peer with ours over it, and ours with the fastest peer of its shape."""
+    groups = grouped(records, case_of)
+    found = []
+    for record in records:
+        rows = groups[case_of(record)]
+        ours = row_named("ours", rows)
+        if ours is record:
+            metrics = against_fastest(ours, rows)
+        elif ours is not None:
+            metrics = ours_over(ours, record)
+        else:
+            metrics = {}
+        found.append(record.with_metrics(metrics))
+    return found
 
 
-def compare(records: Sequence[Record]) -> None:
-    """Write ours over each other row of a shape into that row, and the fastest peer into ours."""
-    for rows in grouped(records, lambda r: (r.config["dtype"], r.config.get("shape"))).values():
-        ours = next((row for row in rows if row.variant == "ours"), None)
-        if ours is None:
-            continue
-        for ratio in COMPARED:
-            for row in rows:
-                if row is not ours and (found := ratio.of(ours, row)):
-                    names = (ratio.name, f"{ratio.name}_low", f"{ratio.name}_high")
-                    # of unknown noise without an interval
-                    row.metrics.update(zip(names, found, strict=False))
-        peer = FASTEST(rows)
-        if peer is not None and "ours_over_device" in peer.metrics:
-            ms, ratio = peer.metrics["fwd_bwd_device_p50_ms"], peer.metrics["ours_over_device"]
-            ours.metrics.update(peer=peer.variant, peer_ms=ms, ours_over_peer=ratio)
+def case_of(record: Record) -> tuple[str, str | None]:
+    """Return the dtype and the shape of a row."""
+    return record.config["dtype"], record.config.get("shape")
+
+
+def ours_over(ours: Record, peer: Record) -> dict[str, float]:
+    """Return the ratios of ours to another row, by each clock."""
+    metrics = {}
+    for name, clock in COMPARED.items():
+        metrics |= ratio_metrics(name, ours, peer, clock)
+    return metrics
+
+
+def against_fastest(ours: Record, rows: Sequence[Record]) -> dict[str, Any]:
+    """Return the fastest peer of a shape, its time in ms and ours over it."""
+    peers = [row for row in rows if not row.variant.startswith("ours")]
+    peer = fastest(peers, "fwd_bwd_device_p50_ms")
+    if peer is None:
+        return {}
+    ratios = ours_over(ours, peer)
+    if "ours_over_device" not in ratios:
+        return {}
+    return {
+        "peer": peer.variant,
+        "peer_ms": peer.metrics["fwd_bwd_device_p50_ms"],
+        "ours_over_peer": ratios["ours_over_device"],
+    }
 
 
 def measure(config: Config, context: RankContext, run: Run) -> None:

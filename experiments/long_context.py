@@ -14,15 +14,15 @@ communication nothing covers. Memory and time of each were predicted before anyt
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
 
 import torch
 
 from distlab.bench.reference import rows_that_ran_eager
-from distlab.bench.timing import PHASES, BenchOptions, Trial, Variant, Workbench
+from distlab.bench.step_timing import PHASES, time_rounds
+from distlab.bench.trial import Trial
+from distlab.bench.variant import BenchOptions, Variant
 from distlab.comm import collectives
 from distlab.experiment import (
     Column,
@@ -44,10 +44,12 @@ from distlab.parallel import get_strategy
 from distlab.report import (
     NOISE,
     PEAK,
-    Ratio,
     fastest,
     gib_column,
     prediction_error,
+    ratio_column,
+    ratio_metrics,
+    row_named,
     step_bars,
     text_column,
 )
@@ -160,51 +162,56 @@ def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
         ):
             run.add(row, predicted(plan), **config.facts(context))
             run.notice(f"plan of {row}: {plan}")
-    for what, record, work in parts(config, context, run):
-        late = time.monotonic() - begin > 60 * config.minutes
-        if not collectives.all_ranks_agree(not late, context.device, context.group):
-            run.notice(
-                f"{config.minutes:g} minutes are over before {what}: the same command with --name goes on"
-            )
-            run.cut_off = True
-            break
-        run.progress(what)
-        # which, where it fails, on all ranks alike, costs its row and no other
-        if is_peer(record.variant):
-            attempted(work, record)
-        else:
-            work()
-        gc.collect()
-        if config.variant(record.variant).options.compile != "off":
-            torch.compiler.reset()  # what was compiled holds on to its model
-        if context.device.type == "cuda":
-            torch.cuda.empty_cache()
-        run.save()
-
-
-def attempted(work: Callable[[], None], record: Record) -> None:
-    """Do it; what fails is noted in the row, and the run goes on."""
-    try:
-        work()
-    except Exception as error:
-        record.metrics["failure"] = (
-            f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        )
-        if "status" not in record.metrics:
-            record.metrics.update(status="failed", step_p50_ms="failed")
-
-
-def parts(
-    config: LongContextConfig, context: RankContext, run: Run
-) -> Iterator[tuple[str, Record, Callable[[], None]]]:
-    """Yield the remaining work in order: name, record of the row, and a function that does it."""
-    bench = Workbench(context, config)
     for number in range(config.rounds):
         for row in config.rows:
+            if not is_due(run.done(row), number, run.records):
+                continue
+            what = f"round {number + 1}/{config.rounds}: {row}"
+            late = time.monotonic() - begin > 60 * config.minutes
+            if not collectives.all_ranks_agree(not late, context.device, context.group):
+                run.notice(
+                    f"{config.minutes:g} minutes are over before {what}: the same command with --name "
+                    "goes on"
+                )
+                run.cut_off = True
+                return
+            run.progress(what)
             record = run.done(row)
-            if record.metrics.get("rounds", 0) <= number and worth_timing(record, run.records):
-                what = f"round {number + 1}/{config.rounds}: {row}"
-                yield what, record, partial(time_round, config, bench, record, run, number)
+            run.replace(record, record.metrics | one_round(config, context, record, run, number))
+            gc.collect()
+            if config.variant(row).options.compile != "off":
+                torch.compiler.reset()  # what was compiled holds on to its model
+            if context.device.type == "cuda":
+                torch.cuda.empty_cache()
+            run.save()
+
+
+def is_due(record: Record, number: int, records: Records) -> bool:
+    """Return whether a row is still to be timed in a round."""
+    return record.metrics.get("rounds", 0) <= number and worth_timing(record, records)
+
+
+def one_round(
+    config: LongContextConfig, context: RankContext, record: Record, run: Run, number: int
+) -> Metrics:
+    """Return the metrics of one more round of a row.
+
+    A failure of torch's costs its row and no other. It is the same on all ranks.
+    """
+    if not is_peer(record.variant):
+        return time_round(config, context, record, run, number)
+    try:
+        return time_round(config, context, record, run, number)
+    except Exception as error:
+        failed = {"failure": _first_line(error)}
+        if "status" not in record.metrics:
+            failed |= {"status": "failed", "step_p50_ms": "failed"}
+        return failed
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def worth_timing(record: Record, records: Records) -> bool:
@@ -240,59 +247,74 @@ def predicted(plan: Plan) -> Metrics:
 
 
 def time_round(
-    config: LongContextConfig, bench: Workbench, record: Record, run: Run, number: int
-) -> None:
-    """Some more steps of a row; in the last round also a trace."""
-    metrics, row = record.metrics, record.variant
+    config: LongContextConfig, context: RankContext, record: Record, run: Run, number: int
+) -> Metrics:
+    """Time some more steps of a row and return its metrics; in the last round also of a trace."""
+    row = record.variant
     losses = []
+    traced: Metrics = {}
 
     def inspect(_: Variant, trial: Trial) -> None:
         losses.append(float(trial.last_loss))
-        metrics["status"] = "ok"  # whatever instruments do
         if config.profile_steps and number == config.rounds - 1:
-            attempted(partial(profile, trial, config.profile_steps, record, run), record)
+            try:
+                traced.update(profile(trial, config.profile_steps, row, run))
+            except Exception as error:  # the row was timed, whatever instruments do
+                traced["failure"] = _first_line(error)
 
-    variant = config.variant(row, checkpointing=metrics["keeps"])
-    timing = bench.time_rounds(
-        [variant], rounds=1, warmup=config.warmup, steps=config.steps, inspect=inspect
+    variant = config.variant(row, checkpointing=record.metrics["keeps"])
+    timing = time_rounds(
+        config,
+        [variant],
+        context,
+        rounds=1,
+        warmup=config.warmup,
+        steps=config.steps,
+        inspect=inspect,
     )[row]
     if timing.out_of_memory:
-        metrics |= {"status": "OOM", "step_p50_ms": "OOM"}
-        return
+        return {"status": "OOM", "step_p50_ms": "OOM"}
+    metrics: Metrics = {"status": "ok"}
     for phase in PHASES:
-        samples = [*metrics.get(f"{phase}_samples_ms", []), *timing.phases[phase]]
+        samples = [*record.metrics.get(f"{phase}_samples_ms", []), *timing.phases[phase]]
         metrics[f"{phase}_samples_ms"] = samples
         metrics |= percentile_metrics(phase, samples)
-    metrics |= {"rounds": number + 1, "loss_after_steps": losses[0]}
-    # of this round: one of an earlier round that ran eager stays on record
-    for run_compiled in timing.compiled:
-        if not metrics.get("ran_eager"):
-            metrics |= run_compiled.metrics()
+    metrics["rounds"] = number + 1
+    metrics["loss_after_steps"] = losses[0]
+    # A round that ran eager stays on record.
+    if timing.compiled and not record.metrics.get("ran_eager"):
+        metrics |= timing.compiled[0].metrics()
     metrics["peak_alloc_bytes"] = timing.peak_alloc_bytes
-    peak = peak_of(bench.context.device, config.dtype)
+    peak = peak_of(context.device, config.dtype)
     flops = 3 * forward_flops(**config.model().sizes(config.batch), causal=True).total
     share = mfu(flops, metrics["step_p50_ms"] / 1e3, peak)
     metrics["mfu_causal_pct"] = None if share is None else 100 * share
+    return metrics | traced
 
 
-def profile(trial: Trial, steps: int, record: Record, run: Run) -> None:
-    """Write the parts of a step from this rank's trace into its record."""
-    path = run.path / f"trace_{record.variant.replace(' ', '_')}_rank{trial.context.rank}.json.gz"
+def profile(trial: Trial, steps: int, row: str, run: Run) -> Metrics:
+    """Write a trace of this rank's step, and return what communication and idle time it shows."""
+    path = run.path / f"trace_{row.replace(' ', '_')}_rank{trial.context.rank}.json.gz"
     trial.profile(path, steps)
     seen = account(load_trace(path))
-    record.metrics.update(exposed_ms=seen.exposed_ms, idle_ms=seen.idle_ms)
+    return {"exposed_ms": seen.exposed_ms, "idle_ms": seen.idle_ms}
 
 
-OVER_PEER = Ratio("vs_peer", fastest("step_p50_ms", lambda record: is_peer(record.variant)))
-
-
-def compare(records: Records) -> None:
-    """Compare each row with the fastest of torch's, and its loss with ours."""
+def compare(records: Records) -> list[Record]:
+    """Return the rows, compared with the fastest of torch's, and their losses with ours."""
     done = timed(records)
-    OVER_PEER.add(done)
-    ours = next((r.metrics["loss_after_steps"] for r in done if r.variant == OURS), None)
-    for metrics in (record.metrics for record in done if ours is not None):
-        metrics["loss_rel_diff"] = abs(metrics["loss_after_steps"] - ours) / ours
+    peer = fastest([record for record in done if is_peer(record.variant)], "step_p50_ms")
+    ours = row_named(OURS, done)
+    found = []
+    for record in records:
+        if record in done:
+            metrics = ratio_metrics("vs_peer", record, peer)
+            if ours is not None:
+                loss = ours.metrics["loss_after_steps"]
+                metrics["loss_rel_diff"] = abs(record.metrics["loss_after_steps"] - loss) / loss
+            record = record.with_metrics(metrics)
+        found.append(record)
+    return found
 
 
 def wrong_rows(records: Records) -> list[str]:
@@ -339,7 +361,7 @@ VIEW = View(
         Column("metrics.predicted_step_ms", "predicted ms", ",.1f"),
         prediction_error("predicted_step_ms", "step_p50_ms", "time err %", "+.1f"),
         Column("metrics.mfu_causal_pct", "MFU %", ".1f"),
-        OVER_PEER.column("÷ torch"),
+        ratio_column("vs_peer", "÷ torch"),
         PEAK,
         gib_column("metrics.predicted_peak_bytes", "plan GiB", ".1f"),
         prediction_error("predicted_peak_bytes", "peak_alloc_bytes", "memory err %", "+.1f"),

@@ -10,13 +10,15 @@ model alone.
 """
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from torch import Tensor
 
 from distlab.bench.task import OwnModel
-from distlab.bench.timing import BenchOptions, Variant, Workbench, variants
+from distlab.bench.trial import Trial, refusals
+from distlab.bench.variant import BenchOptions, Variant, require_memory, variants
 from distlab.comm import collectives
 from distlab.experiment import (
     Column,
@@ -68,37 +70,38 @@ def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
         ValueError: a strategy that needs a GPU, without one.
     """
     rows = variants(config.strategies, [config.bucket_size_mb])
-    bench = config.workbench(context, rows)
-    refused = config.refusals(context, rows)
+    require_memory(config, rows, context)
+    refused = refusals(config, rows, context)
     for name, reason in refused.items():
         run.notice(f"{name} is left out: {reason}")
     for variant in [row for row in rows if row.name not in refused]:
         if run.done(variant.name):
             continue
         run.progress(f"measuring {variant.name}")
-        ranks = collectives.gather_objects(_measure(bench, variant), context.group)
-        fullest = {
-            name: None
-            if None in (rank[name] for rank in ranks)
-            else max(rank[name] for rank in ranks)
-            for name in ranks[0]
-        }
+        ranks = collectives.gather_objects(_measure(config, context, variant), context.group)
+        fullest: dict[str, int | float | None] = {}
+        for name in ranks[0]:
+            values = [rank[name] for rank in ranks]
+            fullest[name] = None if None in values else max(values)
         run.add(variant.name, fullest, **config.facts(context), **own_facts(config.factory))
     if context.is_main:  # the others need not wait for it
         predictions = _simulated(config, context, rows) if config.factory is not None else None
-        for record in run.records:
+        for record in list(run.records):
             strategy = next(row.strategy.name for row in rows if row.name == record.variant)
             known = (
                 _predicted(config, context, strategy)
                 if predictions is None
                 else predictions.get(strategy, {})
             )
-            record.metrics.update(known)
+            run.replace(record, record.metrics | known)
         run.save()
 
 
-def _measure(bench: Workbench, variant: Variant) -> dict[str, int | float | None]:
-    device = bench.context.device
+def _measure(
+    config: MemoryConfig, context: RankContext, variant: Variant
+) -> dict[str, int | float | None]:
+    """Return the memory of this rank in a few steps, in bytes."""
+    device = context.device
     found = {}
 
     def mark(phase: str) -> None:
@@ -113,7 +116,7 @@ def _measure(bench: Workbench, variant: Variant) -> dict[str, int | float | None
                 if p.grad is not None
             )
 
-    with bench.attached(variant) as attached:
+    with closing(Trial(context, config, variant)) as attached:
         found["after_init_bytes"] = allocated_bytes(device)
         with peak_memory(device) as peak:
             for _ in range(STEPS):

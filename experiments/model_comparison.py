@@ -26,12 +26,15 @@ import torch
 from torch import Tensor, nn
 
 from distlab.bench.reference import relative_errors
-from distlab.bench.timing import BenchOptions, synthetic_batches
+from distlab.bench.trial import synthetic_batches
+from distlab.bench.variant import BenchOptions
 from distlab.experiment import (
     Column,
     Experiment,
     Metrics,
     RankContext,
+    Record,
+    Records,
     Run,
     View,
     headline_from,
@@ -48,7 +51,7 @@ from distlab.measure import (
 from distlab.model import TransformerLM
 from distlab.model.ops import sources
 from distlab.precision import DTYPES, autocast
-from distlab.report import NOISE, PEAK, Ratio, row_of, text_column
+from distlab.report import NOISE, PEAK, ratio_column, row_named, text_column, with_ratios
 from distlab.train.step import compiled, loss_function
 from experiments._llama_layer import PARTS, layer
 
@@ -65,7 +68,6 @@ WAYS = {
     "auto-graphs": ("auto", "auto", "graphs"),
     "ours-graphs": ("triton", "flash", "graphs"),
 }
-OVER_COMPILED = Ratio("over_compiled", row_of("torch-compiled"))
 
 
 @dataclass(frozen=True)
@@ -267,13 +269,18 @@ def waits(way: Way, step_ms: float) -> dict[str, float]:
     }
 
 
+def compare(records: Records) -> list[Record]:
+    """Return the rows, compared with torch's operations in compiled blocks."""
+    return with_ratios("over_compiled", records, row_named("torch-compiled", records))
+
+
 VIEW = View(
     columns=[
         Column("variant", "way"),
         Column("metrics.step_p20_ms", "p20 ms", ".1f"),
         Column("metrics.step_p50_ms", "p50", ".1f"),
         NOISE,
-        OVER_COMPILED.column("÷ compiled"),
+        ratio_column("over_compiled", "÷ compiled"),
         Column("metrics.gpu_idle_pct", "GPU idle %", ".0f"),
         Column("metrics.busy_ms", "GPU ms", ".1f"),
         Column("metrics.launches", "launches", ",.0f"),
@@ -287,7 +294,7 @@ VIEW = View(
         "{size} ({num_parameters:M} parameters), batch {batch}, context {context}, {dtype}; "
         "{device_name}, torch {torch}"
     ),
-    derive=OVER_COMPILED.add,
+    derive=compare,
     terminal=(
         "variant",
         "step_p20_ms",

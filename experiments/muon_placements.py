@@ -11,7 +11,6 @@ shorter side of a matrix. So a step should have the number of tokens that it has
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -21,13 +20,16 @@ from distlab.bench.reference import (
     rows_that_ran_eager,
     small,
 )
-from distlab.bench.timing import BenchOptions, Trial, Variant
+from distlab.bench.step_timing import time_rounds
+from distlab.bench.trial import Trial
+from distlab.bench.variant import BenchOptions, Variant, require_memory
 from distlab.comm import collectives
 from distlab.experiment import (
     Column,
     Experiment,
     Metrics,
     RankContext,
+    Record,
     Records,
     Run,
     TimingOptions,
@@ -40,7 +42,14 @@ from distlab.optim import Muon
 from distlab.parallel import get_strategy
 from distlab.parallel.muon import divide
 from distlab.parallel.shard import spread_of, whole_shape
-from distlab.report import NOISE, PEAK, Ratio, sparse_column, step_bars
+from distlab.report import (
+    NOISE,
+    PEAK,
+    ratio_column,
+    ratio_metrics,
+    sparse_column,
+    step_bars,
+)
 from distlab.theory.muon import muon_volume, orthogonalize_flops
 
 PLACEMENTS = {  # strategy → placements that it has
@@ -52,9 +61,6 @@ PLACEMENTS = {  # strategy → placements that it has
 SHARDED = ("gather", "exchange")
 # of the learning rate that a parameter may differ: bf16 rounds what is orthogonalised
 FAR_OFF = 0.1
-OVER_ADAMW = Ratio(
-    "vs_adamw", lambda rows: next((row for row in rows if row.config["placement"] == "adamw"), None)
-)
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ def measure(config: PlacementsConfig, context: RankContext, run: Run) -> None:
         MemoryError: the model with this batch does not fit.
     """
     rows = config.rows()
-    bench = config.workbench(context, rows)
+    require_memory(config, rows, context)
     of_muon = [row for row in rows if row.optimizer_cls is Muon]
     task = small(d_model=64, d_ff=128)  # a CPU is slow at products in bf16
     differences = parameter_differences(context, of_muon, config.check_steps, run.progress, task)
@@ -105,8 +111,10 @@ def measure(config: PlacementsConfig, context: RankContext, run: Run) -> None:
         if row.optimizer_cls is Muon and row.name not in counted:
             counted[row.name] = sent(row.name.partition(" ")[2], attached, context)
 
-    timings = bench.time_rounds(
+    timings = time_rounds(
+        config,
         rows,
+        context,
         rounds=config.rounds,
         warmup=config.warmup,
         steps=config.steps,
@@ -172,13 +180,28 @@ def wrong_rows(records: Records) -> list[str]:
     return problems + other_parameters(records, FAR_OFF * 0.1)  # the check's learning rate
 
 
+def compare(records: Records) -> list[Record]:
+    """Return the rows, those with Muon compared with AdamW under the same strategy."""
+    of_adamw = {}
+    for record in records:
+        if record.config["placement"] == "adamw":
+            of_adamw.setdefault(record.config["strategy"], record)
+    found = []
+    for record in records:
+        base = of_adamw.get(record.config["strategy"])
+        if record is not base:
+            record = record.with_metrics(ratio_metrics("vs_adamw", record, base))
+        found.append(record)
+    return found
+
+
 VIEW = View(
     columns=[
         Column("variant", "strategy, optimizer"),
         Column("metrics.step_p50_ms", "step ms", ".1f"),
         NOISE,
         Column("metrics.optimizer_p50_ms", "optimizer ms", ".1f"),
-        OVER_ADAMW.column("÷ AdamW's", missing=""),
+        ratio_column("vs_adamw", "÷ AdamW's", missing=""),
         sparse_column("metrics.optimizer_bytes", "optimizer sends MB", ",.1f", scale=1e-6),
         sparse_column("metrics.muon_bytes", "of which matrices MB", ",.1f", scale=1e-6),
         sparse_column("metrics.muon_flops", "TFLOP for matrices", ".1f", scale=1e-12),
@@ -191,7 +214,7 @@ VIEW = View(
         "Muon compared with AdamW: {size} ({num_parameters:M} parameters), batch {batch} × context {context} per rank, "
         "{dtype}, {world_size} × {device_name} ({backend}), torch {torch}"
     ),
-    derive=partial(OVER_ADAMW.add_within, lambda record: record.config["strategy"]),
+    derive=compare,
     terminal=(
         "variant",
         "step_p50_ms",

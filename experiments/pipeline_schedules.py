@@ -23,13 +23,17 @@ from distlab.bench.reference import (
     rows_that_ran_eager,
     small,
 )
-from distlab.bench.timing import BenchOptions, Trial, Variant
+from distlab.bench.step_timing import time_rounds
+from distlab.bench.trial import Trial
+from distlab.bench.variant import BenchOptions, Variant, require_memory
 from distlab.comm import collectives
 from distlab.experiment import (
     Column,
     Experiment,
     Metrics,
     RankContext,
+    Record,
+    Records,
     Run,
     TimingOptions,
     View,
@@ -39,14 +43,19 @@ from distlab.experiment import (
 from distlab.measure.clock import Instant, elapsed_ms, instant, synchronize
 from distlab.parallel import Layout, get_strategy
 from distlab.parallel.schedules import CHUNKS, SCHEDULES, Action, held, idle_share, simulate
-from distlab.report import NOISE, PEAK, Ratio, prediction_error, sparse_column, step_bars
+from distlab.report import (
+    NOISE,
+    PEAK,
+    prediction_error,
+    ratio_column,
+    ratio_metrics,
+    sparse_column,
+    step_bars,
+)
 
 OURS = get_strategy("local")  # one rank has each stage
 TORCHS = replace(OURS, is_peer=True)  # whose layouts are torch's own
 REPEATS = 3  # steps whose actions are timed
-OVER_TORCH = Ratio(
-    "vs_torch", lambda rows: next((row for row in rows if row.config["owner"] == "torch"), None)
-)
 OFF = prediction_error("simulated_ms", "forward_backward_p50_ms", "error %", "+.1f")
 
 
@@ -89,7 +98,7 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
             "numbers that they divide"
         )
     rows = config.rows(ranks)
-    bench = config.workbench(context, rows)
+    require_memory(config, rows, context)
     # which every schedule can divide
     task = small(num_layers=ranks * max(CHUNKS.values()), d_model=64, d_ff=128)
     checked = rows[: 2 * len(SCHEDULES)]
@@ -100,8 +109,10 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
         if row.strategy is OURS and row.name not in seen:
             seen[row.name] = [timed_actions(attached, context) for _ in range(REPEATS)]
 
-    timings = bench.time_rounds(
+    timings = time_rounds(
+        config,
         rows,
+        context,
         rounds=config.rounds,
         warmup=config.warmup,
         steps=config.steps,
@@ -195,6 +206,25 @@ def closed_form(
     return idle / (count * sum(mean.values()) + idle)
 
 
+def compare(records: Records) -> list[Record]:
+    """Return the rows, ours compared with torch's of the same schedule and micro-batches."""
+    of_torch = {}
+    for record in records:
+        if record.config["owner"] == "torch":
+            of_torch.setdefault(_schedule_of(record), record)
+    found = []
+    for record in records:
+        base = of_torch.get(_schedule_of(record))
+        if record is not base:
+            record = record.with_metrics(ratio_metrics("vs_torch", record, base))
+        found.append(record)
+    return found
+
+
+def _schedule_of(record: Record) -> tuple[str, int]:
+    return record.config["schedule"], record.config["micro_batches"]
+
+
 VIEW = View(
     columns=[
         Column("variant", "schedule × micro-batches"),
@@ -208,7 +238,7 @@ VIEW = View(
         sparse_column("metrics.closed_form_idle_pct", "closed form %", ".1f"),
         sparse_column("metrics.held", "micro-batches held", ".1f"),
         PEAK,
-        OVER_TORCH.column("÷ torch's", missing=""),
+        ratio_column("vs_torch", "÷ torch's", missing=""),
         sparse_column("metrics.max_abs_param_diff", "parameter error", ".1e"),
     ],
     pictures={"step.png": step_bars("forward_backward", "optimizer")},
@@ -216,10 +246,7 @@ VIEW = View(
         "Pipelines: {size} ({num_parameters:M} parameters), micro-batches of {batch} × context {context}, {dtype}, "
         "{world_size} × {device_name} ({backend}), torch {torch}"
     ),
-    derive=partial(
-        OVER_TORCH.add_within,
-        lambda record: (record.config["schedule"], record.config["micro_batches"]),
-    ),
+    derive=compare,
     terminal=(
         "variant",
         "step_p50_ms",
@@ -236,6 +263,12 @@ VIEW = View(
     "on a rank, in units of a whole stage.",
     prediction="Simulated from the durations of single actions (distlab.parallel.schedules.simulate), not from steps.",
 )
+
+
+def wrong_rows(records: Records) -> list[str]:
+    """Name rows that measured eager code, or that differ from one process."""
+    return [*rows_that_ran_eager(records), *other_parameters(records)]
+
 
 QUICK = {
     "size": "tiny",
@@ -266,5 +299,5 @@ EXPERIMENT = Experiment(
         "smoke": QUICK | {"d_model": 32, "d_ff": 64, "heads": 2, "vocab": 64, "context": 16},
     },
     ranks="many",
-    wrong=lambda records: [*rows_that_ran_eager(records), *other_parameters(records)],
+    wrong=wrong_rows,
 )

@@ -225,6 +225,7 @@ def show(arguments: Arguments) -> int:
     view = view_of(records[0].experiment)
     check_records(view, records)
     with reading(files):  # before there is a folder
+        records = view.derived(records)
         view.headline_of(records), view.table(records)
         if args.table:
             print(view.table(records, args.table))

@@ -78,7 +78,7 @@ NAMED = {
         ("naive",),
     ),
     "train.config": ("bucketed",),  # the default of an option
-    "bench.timing": ("local",),  # likewise
+    "bench.variant": ("local",),  # likewise
     "train.memory_budget": ("local", "fsdp"),  # likewise, and the advice where a model does not fit
     "simulate.case": ("fsdp",),  # the same advice
     # it is a fit to the steps of these four

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distlab.bench.task import Task
-from distlab.bench.timing import Variant, shared_batches, synthetic_task
+from distlab.bench.task import Task, shared_batches, synthetic_task
+from distlab.bench.variant import Variant
 from distlab.comm import RankContext, collectives
 from distlab.model import preset
+from distlab.train.build import build_training
 from distlab.train.step import TrainStep, split
 
 
@@ -58,7 +59,16 @@ def parameter_difference(
     optimizer_cls, options = torch.optim.SGD, {"lr": task.lr}
     if variant.optimizer_cls is not torch.optim.AdamW:
         optimizer_cls, options = variant.optimizer_cls, options | variant.optimizer_options
-    _, strategy_model, optimizer = variant.build(model, context.group, optimizer_cls, options)
+    _, strategy_model, optimizer = build_training(
+        model,
+        variant.strategy,
+        context.group,
+        optimizer_cls,
+        options,
+        bucket_size_mb=variant.bucket_size_mb,
+        shard_size=variant.shard_size,
+        layout=variant.layout,
+    )
     train = TrainStep(strategy_model, optimizer, candidate.loss_fn, max_grad_norm=max_grad_norm)
     axes = variant.layout.axes(context.group)
     groups = (

@@ -42,12 +42,15 @@ from torch.utils._pytree import tree_map
 
 from distlab.cli_errors import is_out_of_memory
 from distlab.comm import RankContext, collectives
-from distlab.model.config import ModelChanges
+from distlab.model.config import ModelChanges, ModelConfig
+from distlab.model.transformer import TransformerLM
 from distlab.options import Options, option
 from distlab.parallel import Strategy
-from distlab.train.step import LossFunction, next_token_loss
+from distlab.parallel.layout import Axes
+from distlab.train.data import SyntheticTokens
+from distlab.train.step import LossFunction, loss_in_head, next_token_loss
 
-BATCHES = 4  # different ones, used one after the other
+BATCHES = 4  # number of different batches of a benchmark, which are used one after the other
 # folders
 NOT_THE_USERS = (
     Path(__file__).parents[1],
@@ -71,6 +74,40 @@ class Task:
     batches: Callable[[int, int, torch.device], list[Any]]
     loss_fn: LossFunction = next_token_loss
     lr: float = 0.1
+
+
+def synthetic_task(shape: ModelConfig, batch: int, seed: int = 0) -> Task:
+    """Return the Transformer on synthetic tokens, with `batch` sequences per rank and step."""
+
+    def build(seed: int, device: torch.device) -> nn.Module:
+        return TransformerLM(shape, device=device, seed=seed)
+
+    def batches(rank: int, step: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+        tokens = SyntheticTokens(
+            shape.vocab_size, batch, shape.context_length, seed=seed, rank=rank, device=device
+        )
+        return [tokens.batch(step)]
+
+    return Task(build, batches, loss_in_head)
+
+
+def shared_batches(task: Task, axes: Axes, context: RankContext, step: int) -> list[Any]:
+    """Return a rank's micro-batches of a step.
+
+    Ranks that share a model have the sequences of all of them, or parts of these.
+    """
+    ranks = axes.layout.ranks
+    if ranks == 1:  # perhaps without a group
+        return task.batches(context.rank, step, context.device)
+    first = axes.batch_rank * ranks
+    of_members = [
+        task.batches(member, step, context.device) for member in range(first, first + ranks)
+    ]
+    shared = []
+    for batches in zip(*of_members, strict=True):  # one micro-batch of each member
+        tensors = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+        shared.append(axes.share(tensors))
+    return shared
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Columns that are derived from others: noise, ratios with their interval, errors of predictions.
+"""Numbers derived from measured ones: noise, ratios with their interval, errors of predictions.
 
-Nothing that measures computes one.
+Functions take rows and return numbers or new rows. A row that was measured is never changed.
 
 Noise is a row's own: on one machine a row may repeat itself within 1 % and the next not within 20
 %. An experiment that knows it better writes it as `noise_pct`; otherwise it is the larger of two
@@ -15,128 +15,145 @@ interval.
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from distlab.measure.statistics import MIN_PAIRS, own_noise_floor, paired_ratio
 from distlab.measure.statistics import Ratio as Measured
 from distlab.report.record import Record, Records
-from distlab.report.table import Column, gib_column, grouped, is_number, sparse_column
+from distlab.report.table import Column, gib_column, is_number, sparse_column
 
 TIE = " tie"
 # number of pairs → 97.5 % quantile of Student's t, of one degree less
 STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182}
-Baseline = Callable[[Records], Record | None]
 
 
 def noise_of(metrics: Mapping[str, Any], quantity: str = "step") -> float | None:
-    """Noise of a row's median of `quantity`, in %; None if the row holds nothing to tell it by."""
+    """Return the noise of a row's median of `quantity`, in %. None if it is unknown."""
     if is_number(metrics.get("noise_pct")):
         return metrics["noise_pct"]
     samples = metrics.get(f"{quantity}_samples_ms")
     floor = own_noise_floor(samples) if samples else metrics.get("noise_floor_pct")
     found = [floor] if is_number(floor) else []
     p20, p50, p80 = (metrics.get(f"{quantity}_{p}_ms") for p in ("p20", "p50", "p80"))
-    if all(map(is_number, (p20, p50, p80))) and p50 > 0:
+    if is_number(p20) and is_number(p50) and is_number(p80) and p50 > 0:
         found.append(100 * (p80 - p20) / 2 / p50)
     return max(found, default=None)
 
 
-def add_noise(records: Records) -> None:
-    """Write `noise_pct` into rows that hold the samples of their step."""
+def with_noise(records: Records) -> list[Record]:
+    """Return the records with `noise_pct`, where they hold the samples of their step."""
+    found = []
     for record in records:
         if record.metrics.get("step_samples_ms"):
-            record.metrics["noise_pct"] = noise_of(record.metrics)
+            record = record.with_metrics({"noise_pct": noise_of(record.metrics)})
+        found.append(record)
+    return found
 
 
-def row_of(variant: str) -> Baseline:
-    """Return a rule for a baseline: the row of this variant."""
-    return lambda rows: next((row for row in rows if row.variant == variant), None)
+def row_named(variant: str, records: Records) -> Record | None:
+    """Return the first row of this variant. None if there is none."""
+    for record in records:
+        if record.variant == variant:
+            return record
+    return None
 
 
-def fastest(metric: str, among: Callable[[Record], object]) -> Baseline:
-    """Return a rule for a baseline: the one of some rows that takes the least time."""
-
-    def pick(rows: Records) -> Record | None:
-        timed = [row for row in rows if is_number(row.metrics.get(metric)) and among(row)]
-        return min(timed, key=lambda row: row.metrics[metric], default=None)
-
-    return pick
+def fastest(records: Records, metric: str) -> Record | None:
+    """Return the row with the smallest value of a metric. None if no row has a number there."""
+    timed = [record for record in records if is_number(record.metrics.get(metric))]
+    return min(timed, key=lambda record: record.metrics[metric], default=None)
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """A metric of a row and its baseline, one over the other.
+def ratio_metrics(
+    name: str, row: Record, base: Record | None, quantity: str = "step"
+) -> dict[str, float]:
+    """Return the ratio of one row to another, and the ends of its interval, as metrics.
 
-    Attributes:
-        name: name of the ratio. `NAME_low` and `NAME_high` are the ends of its interval.
-        baseline: function from the rows that are compared to the row that divides all of them.
+    They are `NAME`, `NAME_low` and `NAME_high`. Without paired samples the interval is the noise of
+    the worse row. Where the noise of one is unknown, there is only `NAME`. Where a row was not
+    timed or there is no base, there is none of the three.
+
+    Args:
+        name: name of the ratio.
+        row: row whose time is divided.
+        base: row by whose time it is divided.
         quantity: prefix of metrics. The ratio is of `QUANTITY_p50_ms`, and its interval comes from
             the paired samples in `QUANTITY_samples_ms`.
     """
+    if base is None:
+        return {}
+    measured = _ratio_of(row, base, quantity)
+    if measured is not None:
+        return {
+            name: measured.ratio,
+            f"{name}_low": measured.low,
+            f"{name}_high": measured.high,
+        }
+    mine, other = (each.metrics.get(f"{quantity}_p50_ms") for each in (row, base))
+    if not is_number(mine) or not is_number(other) or not other:
+        return {}
+    return {name: mine / other}
 
-    name: str
-    baseline: Baseline
-    quantity: str = "step"
 
-    def add(self, rows: Records) -> None:
-        """Write ratio and interval into rows that are compared with each other."""
-        if (base := self.baseline(rows)) is not None:
-            for row in rows:
-                self._write(row, base)
+def _ratio_of(row: Record, base: Record, quantity: str) -> Measured | None:
+    """Return the ratio of two rows with its interval. None if either is unknown."""
+    samples = [each.metrics.get(f"{quantity}_samples_ms") or () for each in (row, base)]
+    pairs = min(len(each) for each in samples)  # a row that ran out of memory has fewer
+    mine, other = (each[:pairs] for each in samples)
+    if pairs >= MIN_PAIRS:
+        return paired_ratio(mine, other)
+    if pairs in STUDENT_T:
+        return few_pairs_ratio(mine, other)
+    mine, other = (each.metrics.get(f"{quantity}_p50_ms") for each in (row, base))
+    if not is_number(mine) or not is_number(other) or not other:
+        return None
+    ratio = mine / other
+    if row is base:
+        return Measured(ratio, ratio, ratio)
+    noises = [noise_of(each.metrics, quantity) for each in (row, base)]
+    if None in noises:
+        return None
+    noise = max(noises) / 100
+    return Measured(ratio, ratio * (1 - noise), ratio * (1 + noise))
 
-    def add_within(self, key: Callable[[Record], object], rows: Records) -> None:
-        """Write the ratio into rows that have a baseline with the same key.
 
-        The baseline itself gets none.
-        """
-        for group in grouped(rows, key).values():
-            if (base := self.baseline(group)) is not None:
-                for row in group:
-                    if row is not base:
-                        self._write(row, base)
+def with_ratios(
+    name: str, records: Records, base: Record | None, quantity: str = "step"
+) -> list[Record]:
+    """Return the rows with their ratio to one row, see `ratio_metrics`."""
+    return [record.with_metrics(ratio_metrics(name, record, base, quantity)) for record in records]
 
-    def _write(self, row: Record, base: Record) -> None:
-        found = self.of(row, base)
-        if found is None:
-            return
-        names = (self.name, f"{self.name}_low", f"{self.name}_high")
-        row.metrics.update(zip(names, found, strict=False))
 
-    def of(self, row: Record, base: Record) -> Sequence[float] | None:
-        """Return the ratio of one row to another, and the two ends of its interval.
+def tie_mark(record: Record, name: str) -> str:
+    """Return ` tie` if a ratio's interval contains 1. A row over itself is 1 and not a tie."""
+    low = record.metrics.get(f"{name}_low")
+    high = record.metrics.get(f"{name}_high")
+    if not is_number(low) or not is_number(high):
+        return ""
+    return TIE if low <= 1 <= high and low < high else ""
 
-        Without paired samples the interval is the noise of the worse row. Where the noise of one is
-        unknown, the ratio comes alone. Where either row was not timed, the answer is None.
-        """
-        samples = [each.metrics.get(f"{self.quantity}_samples_ms") or () for each in (row, base)]
-        pairs = min(map(len, samples))  # one that ran out of memory has fewer
-        mine, other = (each[:pairs] for each in samples)
-        if pairs >= MIN_PAIRS:
-            return paired_ratio(mine, other)
-        if pairs in STUDENT_T:
-            return few_pairs_ratio(mine, other)
-        mine, other = (each.metrics.get(f"{self.quantity}_p50_ms") for each in (row, base))
-        if not (is_number(mine) and is_number(other)) or not other:
-            return None
-        ratio = mine / other
-        if row is base:
-            return ratio, ratio, ratio
-        noises = [noise_of(each.metrics, self.quantity) for each in (row, base)]
-        if None in noises:
-            return (ratio,)
-        noise = max(noises) / 100
-        return ratio, ratio * (1 - noise), ratio * (1 + noise)
 
-    def tie(self, record: Record) -> str:
-        """Return ` tie` if the interval contains 1. A row over itself is 1 and not a tie."""
-        low, high = (record.metrics.get(f"{self.name}_{end}") for end in ("low", "high"))
-        return TIE if is_number(low) and is_number(high) and low <= 1 <= high and low < high else ""
-
-    def column(self, title: str, form: str = ".3f", **more: Any) -> Column:
-        """Return its column, in which ties are named."""
-        return Column(f"metrics.{self.name}", title, form, note=self.tie, **more)
+def ratio_column(
+    name: str,
+    title: str,
+    form: str = ".3f",
+    *,
+    missing: str = "n/a",
+    optional: bool = False,
+    about: str = "",
+) -> Column:
+    """Return the column of a ratio, in which ties are named."""
+    return Column(
+        f"metrics.{name}",
+        title,
+        form,
+        missing=missing,
+        optional=optional,
+        note=partial(tie_mark, name=name),
+        about=about,
+    )
 
 
 def few_pairs_ratio(a: Sequence[float], b: Sequence[float]) -> Measured:

@@ -106,6 +106,10 @@ class Record:
     environment: dict[str, Any]
     commit: str | None
 
+    def with_metrics(self, metrics: Metrics) -> "Record":
+        """Return a record with these metrics in addition to, or in place of, its own."""
+        return dataclasses.replace(self, metrics={**self.metrics, **metrics})
+
 
 Records = Sequence[Record]
 

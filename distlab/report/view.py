@@ -16,12 +16,17 @@ from urllib.parse import quote
 
 from distlab.files import write_whole
 from distlab.report import page as html
-from distlab.report.derived import add_noise
+from distlab.report.derived import with_noise
 from distlab.report.record import Record, Records, write_csv, write_json
 from distlab.report.table import Column, by_machine, grouped, render, text_column
 from distlab.text import for_markdown, for_terminal
 
 Draw = Callable[[Records, Path], None]
+
+
+def _as_they_are(records: Records) -> Records:
+    """Derive nothing."""
+    return records
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,8 @@ class View:
 
     Args:
         columns: columns of the table.
-        derive: function that writes metrics derived from several rows, such as a `Ratio`, into the
-            rows once they are measured.
+        derive: function from records to the same records with metrics that need several rows, such
+            as ratios.
         headline: function from records to a line about what they were measured on.
         result: function from records to a result of a few words, for the list of runs. None for the
             best row.
@@ -55,7 +60,7 @@ class View:
     columns: Sequence[Column]
     headline: Callable[[Records], str]
     reading: str
-    derive: Callable[[Records], object] = lambda records: None
+    derive: Callable[[Records], Records] = _as_they_are
     pictures: Mapping[str, Draw] = field(default_factory=dict)
     findings: Callable[[Records], Sequence[str]] = lambda records: ()
     prediction: str = ""
@@ -110,6 +115,10 @@ class View:
             for name, group in grouped(records, part.text).items()
         ]
 
+    def derived(self, records: Records) -> Records:
+        """Return the records with their noise and what the view derives from several rows."""
+        return self.derive(with_noise(records))
+
     def headline_of(self, records: Records) -> str:
         """Return the headline of each machine's records."""
         return "; ".join(self.headline(group) for group in by_machine(records).values())
@@ -143,7 +152,10 @@ class _Words(string.Formatter):
 
 
 def write(view: View, records: Records, path: Path) -> Path:
-    """Everything that a run leaves, into its folder; call it on one rank.
+    """Write everything that a run leaves into its folder. Call it on one rank.
+
+    Args:
+        records: records as `View.derived` returns them.
 
     Returns:
         The path of `report.html`.
@@ -152,8 +164,6 @@ def write(view: View, records: Records, path: Path) -> Path:
         ValueError: no records, or records of another experiment.
     """
     check_records(view, records)
-    add_noise(records)
-    view.derive(records)
     write_json(records, path / "records.json")
     write_csv(records, path / "records.csv")
     findings = view.findings_of(records)

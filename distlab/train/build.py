@@ -16,6 +16,7 @@ from distlab.model.config import Checkpointing, ModelConfig
 from distlab.model.ops import attention_parts
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import Layout, ParallelModel, Strategy
+from distlab.parallel.build import BUCKET_SIZE_MB
 from distlab.parallel.context_parallel import Parts
 from distlab.parallel.layout import DATA_PARALLEL
 from distlab.parallel.pipeline import stage_sizes
@@ -48,7 +49,11 @@ def build_training(
     device: torch.device | str | None = None,
     checkpointing: Checkpointing = False,
     compile: str = "off",
-    **options: Any,
+    compute_dtype: torch.dtype | None = None,
+    bucket_size_mb: float | None = BUCKET_SIZE_MB,
+    shard_size: int | None = None,
+    keep_gathered: bool = False,
+    layout: Layout = DATA_PARALLEL,
 ) -> Training:
     """Build a model under its strategy, with its optimizer.
 
@@ -58,25 +63,37 @@ def build_training(
         checkpointing: recomputation of the Transformer's blocks, as `checkpoint_blocks` of
             `TransformerLM`.
         compile: form of compilation, see `distlab.train.step.compiled`.
-        options: `compute_dtype`, `bucket_size_mb`, `shard_size`, `keep_gathered` and `layout` of
-            `Strategy.build`.
+        compute_dtype, bucket_size_mb, shard_size, keep_gathered, layout: as in `Strategy.build`.
 
     Raises:
         ValueError: as in `Strategy.build` and `TransformerLM`.
     """
     module = source
+    init = None
     if isinstance(source, ModelConfig):
-        if strategy.is_peer and (
-            strategy.casts_parameters or options.get("layout", DATA_PARALLEL).ranks > 1
-        ):
-            # a Triton kernel takes no DTensor, nor tables that fsdp2 has cast
+        if strategy.is_peer and (strategy.casts_parameters or layout.ranks > 1):
+            # A Triton kernel takes no DTensor, and no tables that fsdp2 has cast.
             source = replace(source, ops="torch")
         module = TransformerLM(source, device="meta", checkpoint_blocks=checkpointing)
-        options |= {"init": lambda _: module.reset_parameters(seed), "device": device}
-    if options.get("layout", DATA_PARALLEL).context > 1:
-        options["parts"] = Parts(*attention_parts())
+        transformer = module
+
+        def init(_: nn.Module) -> None:
+            transformer.reset_parameters(seed)
+
     model, optimizer = strategy.build(
-        compiled(module, compile), group, optimizer_cls, optimizer_options, **options
+        compiled(module, compile),
+        group,
+        optimizer_cls,
+        optimizer_options,
+        init=init,
+        # A module that is no preset has its values already.
+        device=device if init is not None else None,
+        compute_dtype=compute_dtype,
+        layout=layout,
+        parts=Parts(*attention_parts()) if layout.context > 1 else None,
+        bucket_size_mb=bucket_size_mb,
+        shard_size=shard_size,
+        keep_gathered=keep_gathered,
     )
     return Training(module, model, optimizer)
 

@@ -140,9 +140,9 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
         if device == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
-    compare(run.records)
-    run.part(COMPARISON.name).records[:] = beside_peers(run.records)
-    run.part(TRAFFIC.name).records[:] = accounts(run.records)
+    compared = compare(run.records)
+    run.part(COMPARISON.name).records[:] = beside_peers(compared)
+    run.part(TRAFFIC.name).records[:] = accounts(compared)
 
 
 class Row:

@@ -14,14 +14,16 @@ from distlab.report import (
     SLOWER,
     TIE,
     UNCLEAR,
-    Ratio,
     clearly_longer,
     fastest,
     host_bound,
     interval_of,
     noise_of,
     prediction_error,
-    row_of,
+    ratio_column,
+    ratio_metrics,
+    row_named,
+    tie_mark,
     verdict_of,
     why_unclear,
     with_interval,
@@ -44,9 +46,13 @@ def by_row(records: Sequence[Record]) -> dict[tuple[str, str], dict[str, Record]
     """Return (operation and shape, direction) → variant → record."""
     rows: dict[tuple[str, str], dict[str, Record]] = {}
     for record in records:
-        row = record.config["label"], record.config["direction"]
-        rows.setdefault(row, {})[record.variant] = record
+        rows.setdefault(operation_of(record), {})[record.variant] = record
     return rows
+
+
+def operation_of(record: Record) -> tuple[str, str]:
+    """Return the operation with its shape, and the direction."""
+    return record.config["label"], record.config["direction"]
 
 
 def headline(records: Sequence[Record]) -> str:
@@ -69,52 +75,74 @@ def _ceilings_of_all_processes(records: Sequence[Record], name: str) -> str:
     return " and ".join(dict.fromkeys(found))
 
 
-def _is_peer(record: Record) -> bool:
-    return record.variant != "ours" and record.metrics.get("status") == "ok"
-
-
-OVER_PEER = Ratio("over_peer", fastest("time_p50_ms", _is_peer), "time")
-OVER_PEER_WALL = Ratio("over_peer_wall", fastest("wall_p50_ms", _is_peer), "wall")
-OVER_NAIVE = Ratio("over_naive", row_of("naive"), "time")
-OVER_BUILTIN = Ratio("over_builtin", row_of("builtin"), "time")
 OFF = prediction_error("predicted_over_naive", "over_naive")
 
 
-def compare(records: Sequence[Record]) -> None:
-    """Add the ratios to the fastest peer, the naive form and torch's own, where rows are right."""
-    right = [r for r in records if r.metrics.get("status") == "ok"]
-    for rows in by_row(right).values():
-        variants = list(rows.values())
-        for ratio in (OVER_PEER, OVER_PEER_WALL, OVER_NAIVE, OVER_BUILTIN):
-            ratio.add(variants)
+def fastest_peer(rows: Sequence[Record], clock: str) -> Record | None:
+    """Return the peer of a row whose median by this clock, `time` or `wall`, is the smallest."""
+    peers = [row for row in rows if row.variant != "ours"]
+    return fastest([row for row in peers if is_right(row)], f"{clock}_p50_ms")
+
+
+def is_right(record: Record) -> bool:
+    """Return whether a variant ran and passed its check."""
+    return record.metrics.get("status") == "ok"
+
+
+def compare(records: Sequence[Record]) -> list[Record]:
+    """Return the rows, right ones with ratios to the fastest peer, the naive form and torch's."""
+    groups = by_row([record for record in records if is_right(record)])
+    found = []
+    for record in records:
+        if is_right(record):
+            rows = list(groups[operation_of(record)].values())
+            peer = fastest_peer(rows, "time")
+            peer_wall = fastest_peer(rows, "wall")
+            naive = row_named("naive", rows)
+            builtin = row_named("builtin", rows)
+            record = record.with_metrics(
+                ratio_metrics("over_peer", record, peer, "time")
+                | ratio_metrics("over_peer_wall", record, peer_wall, "wall")
+                | ratio_metrics("over_naive", record, naive, "time")
+                | ratio_metrics("over_builtin", record, builtin, "time")
+            )
+        found.append(record)
+    return found
 
 
 def verdicts(records: Sequence[Record]) -> list[str]:
     """Compare ours with the fastest peer on the device and in a loop. Check the predictions."""
     lines = []
-    for how, ratio in (("On the device", OVER_PEER), ("Called in a loop", OVER_PEER_WALL)):
-        line = _against_peers(records, how, ratio)
+    for line in (
+        _against_peers(records, "On the device", "over_peer", "time"),
+        _against_peers(records, "Called in a loop", "over_peer_wall", "wall"),
+    ):
         if line:
             lines.append(line)
     return lines + _predictions(records)
 
 
-def _against_peers(records: Sequence[Record], how: str, ratio: Ratio) -> str:
+def _against_peers(records: Sequence[Record], how: str, ratio: str, clock: str) -> str:
     """Count the rows in which ours is faster and slower than the fastest peer.
 
     Empty if there is no peer.
+
+    Args:
+        how: beginning of the sentence.
+        ratio: metric that compares ours with the fastest peer.
+        clock: `time` or `wall`, the clock of this ratio.
     """
     found: dict[str, list[Record]] = {FASTER: [], SLOWER: [], UNCLEAR: []}
     names = []  # of the rows that a peer wins
     for row, rows in by_row(records).items():
         ours = rows.get("ours")
-        peer = ratio.baseline(list(rows.values()))
-        if ours is None or peer is None or ratio.name not in ours.metrics:
+        peer = fastest_peer(list(rows.values()), clock)
+        if ours is None or peer is None or ratio not in ours.metrics:
             continue
-        verdict = verdict_of(ours, ratio.name)
+        verdict = verdict_of(ours, ratio)
         found[verdict].append(ours)
         if verdict == SLOWER:
-            measured = with_interval(ours, ratio.name)
+            measured = with_interval(ours, ratio)
             names.append(
                 f"{' '.join(row)} ({peer.variant}, ours / it {measured}{host_bound(ours)})"
             )
@@ -127,7 +155,7 @@ def _against_peers(records: Sequence[Record], how: str, ratio: Ratio) -> str:
         slower += f": {', '.join(names)}"
     line = f"{how} ours is faster than the fastest peer in {faster} of {compared} rows, {slower}."
     if unclear:
-        line += f" In {len(unclear)} this run cannot tell. {why_unclear(unclear, ratio.name)}"
+        line += f" In {len(unclear)} this run cannot tell. {why_unclear(unclear, ratio)}"
     return line
 
 
@@ -138,7 +166,7 @@ def _predictions(records: Sequence[Record]) -> list[str]:
         predicted = record.metrics.get("predicted_over_naive")
         if record.variant != "ours" or OFF.value(record) is None:
             continue
-        measured = interval_of(record, OVER_NAIVE.name)
+        measured = interval_of(record, "over_naive")
         if measured is None:
             unclear.append(record)
             continue
@@ -160,7 +188,7 @@ def _predictions(records: Sequence[Record]) -> list[str]:
         f"{far} are not."
     )
     if unclear:
-        line += f" For {len(unclear)} this run cannot tell. {why_unclear(unclear, OVER_NAIVE.name)}"
+        line += f" For {len(unclear)} this run cannot tell. {why_unclear(unclear, 'over_naive')}"
     return [line]
 
 
@@ -201,7 +229,7 @@ def _tie(record: Record) -> str:
     Records of older versions have no interval: the noise of ours decides.
     """
     if "over_peer_low" in record.metrics:
-        return OVER_PEER.tie(record)
+        return tie_mark(record, "over_peer")
     ratio = record.metrics["over_peer"]
     noise = (record.metrics.get("noise_pct") or 0.0) / 100
     return TIE if ratio * (1 - noise) <= 1 <= ratio * (1 + noise) else ""
@@ -221,7 +249,9 @@ ROW = [Column("config.label", "operation", align="left"), Column("config.directi
 WALL = Column(
     "metrics.wall_p50_ms", "wall µs", ",.1f", scale=1000, missing="", optional=True, note=wall_notes
 )
-WALL_OVER_PEER = OVER_PEER_WALL.column("ours ÷ best peer, wall", ".2f", missing="", optional=True)
+WALL_OVER_PEER = ratio_column(
+    "over_peer_wall", "ours ÷ best peer, wall", ".2f", missing="", optional=True
+)
 NOISE = Column("metrics.noise_pct", "noise ± %", ".1f", derived=_noise)
 SHARES = [
     Column("metrics.of_copy_pct", "% of copy", ".0f", missing=""),
@@ -232,7 +262,7 @@ HELD = [
     Column("metrics.error", "error", ".0e"),
 ]
 NAIVE = [
-    OVER_NAIVE.column("ours ÷ naive (in fp32)", ".3f", missing=""),
+    ratio_column("over_naive", "ours ÷ naive (in fp32)", ".3f", missing=""),
     Column("metrics.predicted_over_naive", "predicted", ".3f", missing=""),
     OFF,
 ]
@@ -249,7 +279,7 @@ COMPARISON_COLUMNS = [
     Column("metrics.over_peer", "ours ÷ best peer", ".2f", note=_tie),
     *SHARES,
     *HELD,
-    OVER_BUILTIN.column("ours ÷ builtin", ".2f", missing="", optional=True),
+    ratio_column("over_builtin", "ours ÷ builtin", ".2f", missing="", optional=True),
     *NAIVE,
 ]
 
@@ -334,7 +364,7 @@ VIEW = View(
         Column("metrics.time_p50_ms", "device µs", ",.1f", scale=1000),
         NOISE,
         WALL_OVER_PEER,
-        OVER_PEER.column("ours ÷ best peer", ".2f", missing="", optional=True),
+        ratio_column("over_peer", "ours ÷ best peer", ".2f", missing="", optional=True),
         Column("metrics.gb_per_s", "GB/s", ",.0f"),
         *SHARES,
         Column("metrics.kernels", "kernels"),

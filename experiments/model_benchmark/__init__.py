@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from distlab.bench.timing import MODES
+from distlab.bench.trial import MODES
 from distlab.comm import collectives
 from distlab.experiment import Column, Experiment, RankContext, Records, Run, View
 from distlab.measure import attempt

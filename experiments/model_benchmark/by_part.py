@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distlab.bench.timing import Trial
+from distlab.bench.trial import Trial
 from distlab.experiment import Column, Records, View
 from distlab.measure import (
     Event,

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distlab.bench.timing import Trial
+from distlab.bench.trial import Trial
 from distlab.experiment import Column, RankContext, Records, View
 from distlab.measure import (
     attempt,

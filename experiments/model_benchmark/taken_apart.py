@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distlab.bench.timing import Trial
+from distlab.bench.trial import Trial
 from distlab.comm import collectives
 from distlab.experiment import Column, RankContext, Records, View
 from distlab.measure import MIN_SAMPLES, Event, PhaseTimer, percentiles

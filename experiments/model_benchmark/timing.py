@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distlab.bench.timing import MODES, Trial
+from distlab.bench.trial import MODES, Trial
 from distlab.comm import collectives
 from distlab.experiment import Metrics, RankContext
 from distlab.hardware import peak_of

@@ -10,7 +10,8 @@ import torch
 
 from distlab.bench.reference import relative_errors
 from distlab.bench.task import OwnModel
-from distlab.bench.timing import MODES, BenchOptions, Trial, Variant
+from distlab.bench.trial import MODES, Trial
+from distlab.bench.variant import BenchOptions, Variant
 from distlab.experiment import Column, Metrics, Options, RankContext, Records, option
 from distlab.measure import MIN_SAMPLES, emitter
 from distlab.options import SEED, declared_options

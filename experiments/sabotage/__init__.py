@@ -22,7 +22,8 @@ from unittest.mock import patch
 import torch
 
 from distlab.bench.reference import parameter_difference
-from distlab.bench.timing import Variant, shared_batches
+from distlab.bench.task import shared_batches
+from distlab.bench.variant import Variant
 from distlab.comm import collectives
 from distlab.experiment import (
     Column,
@@ -41,6 +42,7 @@ from distlab.model.ops import Attention, naive_attention
 from distlab.report import Panel, Series, lines, text_column
 from distlab.testing import RanksFailed, run_ranks
 from distlab.theory.volume import model_volume
+from distlab.train.build import build_training
 from distlab.train.data import SyntheticTokens
 from distlab.train.step import TrainStep
 
@@ -153,10 +155,16 @@ def _train_step(
 ) -> TrainStep:
     task = mistake.trained
     module = task.build(context.rank, context.device)
-    variant = Variant(mistake.name, mistake.strategy, BUCKET_MB, layout=mistake.layout)
-    return TrainStep(
-        *variant.build(module, context.group, optimizer_cls, {"lr": rate})[1:], task.loss_fn
+    built = build_training(
+        module,
+        mistake.strategy,
+        context.group,
+        optimizer_cls,
+        {"lr": rate},
+        bucket_size_mb=BUCKET_MB,
+        layout=mistake.layout,
     )
+    return TrainStep(built.model, built.optimizer, task.loss_fn)
 
 
 def loss_curve(context: RankContext, mistake: Mistake, steps: int) -> list[float]:

@@ -1,11 +1,12 @@
 """A row for each bucket size, and the phases of what is timed."""
 
-from distlab.bench.timing import Timing, Workbench, variants
+from distlab.bench.step_timing import Timing
+from distlab.bench.variant import variants
 
 
 def test_forward_and_backward_are_also_one_phase(one_rank):
     timing, sample = Timing(), {"forward": 1.0, "backward": 2.0, "optimizer": 4.0, "step": 7.0}
-    Workbench(one_rank, None)._add_samples(timing, [sample])
+    timing.add([sample], one_rank)
     assert timing.phases["forward_backward"] == [3.0]
 
 

@@ -39,8 +39,8 @@ def on_rank(context, name, root, preset, fields):
     """
     experiment = importlib.import_module(f"experiments.{name}").EXPERIMENT
     plain = patch("kernels._dispatch.runs_triton", lambda tensor: False)
-    explained = patch("experiments.ddp_bench.EXPLAINED_S", 1e9)
-    traced = patch("experiments.ddp_bench.TRACED_ON_CPU", 2)
+    explained = patch("experiments.ddp_bench.rows.EXPLAINED_S", 1e9)
+    traced = patch("experiments.ddp_bench.rows.TRACED_ON_CPU", 2)
     with plain, explained, traced:
         return _measured(experiment, context, root, preset, fields)
 
@@ -53,7 +53,7 @@ def _measured(experiment, context, root, preset, fields):
         experiment.measure(config, context, run)
         if context.is_main:
             experiment.finish(run, json_only=True)
-    return run.records
+    return list(experiment.view.derived(run.records))
 
 
 def refused(capsys, *arguments):

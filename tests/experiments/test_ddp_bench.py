@@ -15,16 +15,20 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from distlab.bench import reference, timing
+from distlab.bench import reference, step_timing
 from distlab.bench.reference import parameter_difference
-from distlab.bench.timing import Variant, Workbench, variants
+from distlab.bench.step_timing import time_rounds
+from distlab.bench.trial import Trial
+from distlab.bench.variant import Variant, variants
 from distlab.measure import percentile_metrics
 from distlab.parallel import Layout, OverlapDDP, get_strategy, strategies_on
 from distlab.report.record import Record, read_json
 from distlab.testing import run_ranks
 from experiments import ddp_bench
-from experiments.ddp_bench import VIEW, DDPBenchConfig, view
-from experiments.ddp_bench.view import draw_step_times, open_rows
+from experiments.ddp_bench import VIEW, DDPBenchConfig, auto_size, columns, comparison
+from experiments.ddp_bench import rows as measured_rows
+from experiments.ddp_bench.columns import draw_step_times
+from experiments.ddp_bench.comparison import compare, open_rows
 from launch.__main__ import _to_end
 from tests.commands import ROOT, children, on_terminal, python, shown
 from tests.experiments.noisy import each_seed
@@ -86,8 +90,14 @@ def out_of_memory_on_one_rank(context, where):
     naive, overlap, bucketed = variants(["naive", "overlap", "bucketed"], [1.0])
     rows = [naive, replace(overlap, strategy=replace(overlap.strategy, wrap=wrap)), bucketed]
     with redirect_stderr(io.StringIO()) as said:
-        timings = Workbench(context, SMOKE).time_rounds(
-            rows, rounds=2, warmup=2, steps=2, inspect=lambda variant, attached: attached()
+        timings = time_rounds(
+            SMOKE,
+            rows,
+            context,
+            rounds=2,
+            warmup=2,
+            steps=2,
+            inspect=lambda variant, trial: trial(),
         )
     found = {
         name: timing.out_of_memory or len(timing.phases["step"]) for name, timing in timings.items()
@@ -110,7 +120,7 @@ def ended(context, out, fault):
     """Exit code, stdout and stderr of a run of three rows and rounds in which something happens on this rank."""
     arguments = [*SMOKE_ARGUMENTS, "--strategies=local,naive,flat", f"--out={out}", "--name=run"]
     config, frame = ddp_bench.EXPERIMENT.chosen(ddp_bench.EXPERIMENT.parser().parse_args(arguments))
-    profile, time_block, blocks = timing.Trial.profile, Workbench._time_block, itertools.count()
+    profile, time_block, blocks = Trial.profile, step_timing._time_block, itertools.count()
 
     def stops():
         signal.raise_signal(signal.SIGTERM)
@@ -123,24 +133,26 @@ def ended(context, out, fault):
         if self._name != "local":
             {"bug": fails, "trace": fails, "signal": stops}.get(fault, bool)()
 
-    def timed(self, *options):
+    def timed(*arguments, **more):
         if next(blocks) == 4 and fault == "round":
             stops()
-        time_block(self, *options)
+        time_block(*arguments, **more)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(timing.Trial, "profile", traced))
+        stack.enter_context(patch.object(Trial, "profile", traced))
         # reading longer traces takes seconds
-        stack.enter_context(patch.object(ddp_bench, "TRACED_ON_CPU", 1))
-        stack.enter_context(patch.object(Workbench, "_time_block", timed))
+        stack.enter_context(patch.object(measured_rows, "TRACED_ON_CPU", 1))
+        stack.enter_context(patch.object(step_timing, "_time_block", timed))
         if fault == "trace":
             stack.enter_context(
                 patch.object(reference, "parameter_difference", lambda *_, **more: fails())
             )
         # the rounds take 10 s, the first row 5 and 30 until the second is explained
         if fault == "limit":
-            clock = SimpleNamespace(monotonic=iter([0, 10, 100, 105, 130]).__next__)
-            stack.enter_context(patch.object(ddp_bench, "time", clock))
+            moments = iter([0, 10, 100, 105, 130])
+            clock = SimpleNamespace(monotonic=moments.__next__)
+            stack.enter_context(patch.object(ddp_bench, "monotonic", moments.__next__))
+            stack.enter_context(patch.object(measured_rows, "time", clock))
         said, errors = (
             stack.enter_context(to(io.StringIO())) for to in (redirect_stdout, redirect_stderr)
         )
@@ -185,7 +197,7 @@ def test_what_was_measured_stays_and_what_is_missing_is_said(fault, tmp_path):
 
 def said(variant, **metrics):
     records = [Record("ddp_bench", variant, {}, {"step_p50_ms": 20.0} | metrics, {}, None)]
-    return view.what_communication_costs(records) + view.against_the_peer(records)
+    return comparison.what_communication_costs(records) + comparison.against_the_peer(records)
 
 
 def over_local(middle, low, high):
@@ -262,7 +274,7 @@ def findings_follow_intervals(seed):
         metrics = {"step_samples_ms": steps, "overlap_pct": random.choice([None, 20.0, 95.0])}
         metrics |= percentile_metrics("step", steps)
         records.append(Record("ddp_bench", variant, {"backend": "gloo"}, metrics, {}, None))
-    view.compare(records)
+    records = compare(records)
     of = {record.variant: record.metrics for record in records}
     for line in VIEW.findings(records):
         best = of.get(line.partition(": ")[2].partition(",")[0], {})
@@ -407,7 +419,7 @@ def test_bars_do_not_invent_causes():
         "overhead_exposed_ms": 30.0,
         "overhead_copies_ms": 4.0,
     }
-    closed = view._step_parts(row | {"overhead_closes": True}, local)
+    closed = columns._step_parts(row | {"overhead_closes": True}, local)
     assert (
         closed["compute"] == 90.0
         and closed["exposed communication"] == 30.0
@@ -415,16 +427,16 @@ def test_bars_do_not_invent_causes():
     )
     assert closed["not explained"] == 6.0 and sum(closed.values()) == 140.0
     for metrics in (row, row | {"overhead_closes": False}):
-        parts = view._step_parts(metrics, local)
+        parts = columns._step_parts(metrics, local)
         assert parts["not explained"] == 40.0 and parts["exposed communication"] == 0.0
-    faster = view._step_parts(row | {"step_p50_ms": 80.0}, local)
+    faster = columns._step_parts(row | {"step_p50_ms": 80.0}, local)
     assert faster["not explained"] == 0.0
 
 
 def test_a_row_that_ran_eager_is_wrong():
     row = compared("naive", compiled_calls=0, compiled_parts=24, ran_eager=True)
     row.config["compile"] = "blocks"
-    (line,) = view.wrong_rows([row])
+    (line,) = comparison.wrong_rows([row])
     assert line.startswith(
         "naive: measured eager code, although --compile blocks was given: 0 of 24 compiled parts"
     )
@@ -438,22 +450,22 @@ def test_a_row_that_ran_eager_is_wrong():
 def test_the_size_follows_the_free_memory(monkeypatch, free_gib, choice):
     config = ddp_bench.DDPBenchConfig(**ddp_bench.EXPERIMENT.preset("", on_gpu=True))
     context = SimpleNamespace(device=torch.device("cuda"), world_size=2)
-    monkeypatch.setattr(ddp_bench, "computes_in_bf16", lambda device: True)
-    monkeypatch.setattr(ddp_bench, "memory_of_a_rank", lambda device, context: free_gib * 2**30)
-    sized = ddp_bench.sized(config, context)
+    monkeypatch.setattr(auto_size, "computes_in_bf16", lambda device: True)
+    monkeypatch.setattr(auto_size, "memory_of_a_rank", lambda device, context: free_gib * 2**30)
+    sized = auto_size.sized(config, context)
     assert (sized.size, sized.batch, sized.dtype) == (*choice, "bf16")
-    assert ddp_bench.peak_bytes(sized, context) < free_gib * 2**30
+    assert auto_size.peak_bytes(sized, context) < free_gib * 2**30
     # An option that was given stays.
-    given = ddp_bench.sized(replace(config, size="large"), context)
+    given = auto_size.sized(replace(config, size="large"), context)
     assert (given.size, given.batch) == ("large", 8)
 
 
 def test_an_older_gpu_computes_in_fp16(monkeypatch):
     config = ddp_bench.DDPBenchConfig(**ddp_bench.EXPERIMENT.preset("", on_gpu=True))
     context = SimpleNamespace(device=torch.device("cuda"), world_size=2)
-    monkeypatch.setattr(ddp_bench, "computes_in_bf16", lambda device: False)
-    monkeypatch.setattr(ddp_bench, "memory_of_a_rank", lambda device, context: 15 * 2**30)
-    assert ddp_bench.sized(config, context).dtype == "fp16"
+    monkeypatch.setattr(auto_size, "computes_in_bf16", lambda device: False)
+    monkeypatch.setattr(auto_size, "memory_of_a_rank", lambda device, context: 15 * 2**30)
+    assert auto_size.sized(config, context).dtype == "fp16"
 
 
 def test_the_default_on_gpus_leaves_a_users_model_uncompiled():
@@ -465,4 +477,4 @@ def test_the_default_on_gpus_leaves_a_users_model_uncompiled():
 @pytest.mark.parametrize("idle_pct, said_so", [(9.0, False), (11.0, True)])
 def test_the_headline_says_when_the_host_is_measured(idle_pct, said_so):
     record = Record("ddp_bench", "local", {}, {"gpu_idle_pct": idle_pct}, {}, None)
-    assert ("this run measures the host" in view.host_bound([record])) == said_so
+    assert ("this run measures the host" in comparison.host_bound([record])) == said_so

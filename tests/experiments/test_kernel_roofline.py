@@ -142,8 +142,7 @@ def record(variant, ms, **metrics):
 
 
 def said(*records):
-    compare(records)
-    return verdicts(records)
+    return verdicts(compare(records))
 
 
 def test_verdicts_name_the_peer_that_wins():
@@ -173,9 +172,8 @@ def test_predictions_are_close_where_the_whole_interval_is():
             record("ours", 1.0, predicted_over_naive=0.5 * off, noise_pct=noise_pct)
             for off in errors
         ]
-        for ours in rows:
-            compare([ours, record("naive", 2.0, noise_pct=0.5)])
-        return verdicts(rows)[-1]
+        naive = record("naive", 2.0, noise_pct=0.5)
+        return verdicts([compare([ours, naive])[0] for ours in rows])[-1]
 
     assert (
         counted(1.14, 0.84)
@@ -200,7 +198,7 @@ def verdicts_follow_intervals(seed):
             if variant == "ours":
                 metrics["predicted_over_naive"] = noise.random.choice([0.7, 1.0, 1.1])
             records.append(Record(EXPERIMENT.name, variant, config, metrics, {}, None))
-    compare(records)
+    records = compare(records)
     ours = [record.metrics for record in records if record.variant == "ours"]
     lines = EXPERIMENT.view.findings(records)
     assert len(lines) == 3

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distlab.bench.timing import Variant
+from distlab.bench.variant import Variant
 from distlab.parallel import Layout, get_strategy
 from distlab.parallel.schedules import SCHEDULES
 from experiments.pipeline_schedules import bubble

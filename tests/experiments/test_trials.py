@@ -6,7 +6,7 @@ from itertools import chain
 import pytest
 import torch
 
-from distlab.bench.timing import MODES
+from distlab.bench.trial import MODES
 from distlab.model.config import preset
 from distlab.model.ops import get_ops
 from distlab.train import build as module

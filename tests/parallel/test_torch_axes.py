@@ -3,7 +3,7 @@
 import pytest
 
 from distlab.bench.reference import parameter_difference
-from distlab.bench.timing import Variant
+from distlab.bench.variant import Variant
 from distlab.parallel import Layout, get_strategy
 from tests.parallel.test_contract import on_four_ranks
 

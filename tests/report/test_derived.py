@@ -9,13 +9,14 @@ from distlab.measure import percentile_metrics
 from distlab.report import Record
 from distlab.report.derived import (
     TIE,
-    Ratio,
-    add_noise,
     fastest,
     host_bound,
     noise_of,
-    row_of,
+    row_named,
+    tie_mark,
     waiting,
+    with_noise,
+    with_ratios,
 )
 
 
@@ -35,33 +36,29 @@ def named(variant, metrics):
     return Record("x", variant, {}, metrics, {}, None)
 
 
-RATIO = Ratio("ratio", row_of("base"))
-
-
 def held(*rows):
     """Rows against the first of them, with their ratios."""
     records = [named("ours" if number else "base", dict(each)) for number, each in enumerate(rows)]
-    RATIO.add(records)
-    return records
+    return with_ratios("ratio", records, row_named("base", records))
+
+
+def tie(record):
+    return tie_mark(record, "ratio")
 
 
 def test_without_pairs_the_noise_of_the_worse_row_decides_on_a_tie():
     quiet, loud = row(99.0, 100.0, 101.0), row(100.0, 110.0, 140.0)
     for rows in ((quiet, loud), (loud, quiet)):
-        assert RATIO.tie(held(*rows)[1]) == TIE
+        assert tie(held(*rows)[1]) == TIE
     far = held(quiet, row(109.0, 110.0, 111.0))[1]
-    assert RATIO.tie(far) == "" and far.metrics["ratio"] == pytest.approx(1.1)
+    assert tie(far) == "" and far.metrics["ratio"] == pytest.approx(1.1)
     assert "ratio" not in held(quiet, {"step_p50_ms": "OOM"})[1].metrics
-    assert RATIO.tie(held(loud)[0]) == ""  # a row over itself
+    assert tie(held(loud)[0]) == ""  # a row over itself
 
 
 def test_a_ratio_of_rows_whose_noise_is_unknown_has_no_interval():
     found = held({"step_p50_ms": 1.0}, {"step_p50_ms": 2.0})[1]
-    assert (
-        found.metrics["ratio"] == 2.0
-        and "ratio_low" not in found.metrics
-        and RATIO.tie(found) == ""
-    )
+    assert found.metrics["ratio"] == 2.0 and "ratio_low" not in found.metrics and tie(found) == ""
 
 
 @pytest.mark.parametrize("pairs", [2, 3, 4, 5, 12])
@@ -95,23 +92,25 @@ def test_paired_samples_are_compared_pair_by_pair():
     )
 
 
-def test_a_baseline_by_a_rule_is_the_fastest_of_some():
+def test_the_fastest_row_is_one_that_was_timed():
     rows = [named(name, {"step_p50_ms": ms}) for name, ms in zip("abc", (3, 2, "OOM"), strict=True)]
-    assert fastest("step_p50_ms", lambda r: True)(rows) is rows[1]
-    assert fastest("step_p50_ms", lambda r: r.variant == "c")(rows) is None
+    assert fastest(rows, "step_p50_ms") is rows[1]
+    assert fastest(rows[2:], "step_p50_ms") is None
+    assert with_ratios("ratio", rows, None) == rows
 
 
 @pytest.mark.parametrize(
     "low, high, ties", [(0.9, 1.1, True), (1.01, 1.1, False), (1.0, 1.0, False), (None, 2, False)]
 )
 def test_an_interval_that_contains_one_is_a_tie(low, high, ties):
-    assert bool(RATIO.tie(named("a", {"ratio_low": low, "ratio_high": high}))) is ties
+    assert bool(tie(named("a", {"ratio_low": low, "ratio_high": high}))) is ties
 
 
 def test_noise_is_written_where_a_row_holds_its_samples():
     """Even samples against odd ones."""
-    records = [named("a", row(99, 100, 101)), named("a", {"step_samples_ms": [1.0, 1.2] * 6})]
-    add_noise(records)
+    measured = [named("a", row(99, 100, 101)), named("a", {"step_samples_ms": [1.0, 1.2] * 6})]
+    records = with_noise(measured)
+    assert "noise_pct" not in measured[1].metrics
     assert "noise_pct" not in records[0].metrics and records[1].metrics[
         "noise_pct"
     ] == pytest.approx(100 / 6)

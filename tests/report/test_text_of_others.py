@@ -159,7 +159,7 @@ ODD_ROWS = {
     "nan_samples": {"step_samples_ms": [float("nan")] * 10},
     "words": {"step_samples_ms": "not a list of numbers"},
     "list": {"exposed_ms": [1, 2]},
-    "dictionary": {"noise_pct": {"a": 1}, "overhead_ms": {"a": 1}},
+    "dictionary": {"comm_ms": {"a": 1}},
     "huge": {"exposed_ms": 10**400},
 }
 

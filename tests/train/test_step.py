@@ -6,7 +6,7 @@ from torch import nn
 
 from distlab.bench.reference import parameter_difference
 from distlab.bench.task import Task
-from distlab.bench.timing import variants
+from distlab.bench.variant import variants
 from distlab.model import TransformerLM, preset
 from distlab.parallel import Local
 from distlab.train.data import SyntheticTokens

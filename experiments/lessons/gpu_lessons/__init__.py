@@ -60,7 +60,11 @@ from distlab.experiment import (
     headline_from,
     option,
 )
-from distlab.report import Ratio, grouped, noise_of, prediction_error
+from distlab.report import (
+    noise_of,
+    prediction_error,
+    ratio_metrics,
+)
 from kernels._dispatch import check_runs
 
 from .bench import CHECKED_ROUNDS, Bench
@@ -111,14 +115,19 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
             function(Bench(config, run, context.device))
 
 
-FACTOR = Ratio("factor", lambda rows: rows[0], "time")
-
-
-def compare(records: Sequence[Record]) -> None:
-    """Write each part's times over that of its first row."""
-    timed = [record for record in records if "time_p50_ms" in record.metrics]
-    for rows in grouped(timed, lambda record: record.config["part"]).values():
-        FACTOR.add(rows)
+def compare(records: Sequence[Record]) -> list[Record]:
+    """Return the rows, each compared with the first row of its part."""
+    first = {}  # part → its first timed row
+    for record in records:
+        if "time_p50_ms" in record.metrics:
+            first.setdefault(record.config["part"], record)
+    found = []
+    for record in records:
+        base = first.get(record.config["part"])
+        if "time_p50_ms" in record.metrics:
+            record = record.with_metrics(ratio_metrics("factor", record, base, "time"))
+        found.append(record)
+    return found
 
 
 VIEW = View(

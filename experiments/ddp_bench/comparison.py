@@ -1,0 +1,304 @@
+"""Comparisons of rows of `ddp_bench`, and the sentences that follow from them.
+
+Every function takes the rows of a run. Those that compute something return new rows.
+"""
+
+from dataclasses import dataclass
+from typing import Optional
+
+from distlab.bench.reference import other_parameters, rows_that_ran_eager
+from distlab.experiment import Record, Records, headline_from
+from distlab.measure import closes
+from distlab.parallel import STRATEGIES, Strategy
+from distlab.report import (
+    UNCLEAR,
+    fastest,
+    is_number,
+    noise_by_row,
+    noise_of,
+    ratio_metrics,
+    row_named,
+    verdict_of,
+    with_interval,
+)
+
+REFUSED = "refused"
+FAILED = "failed"
+WRONG = "WRONG"
+RIGHT = "right"  # a verdict that begins so: the row's gradients are those of one process
+NOISY_PCT = 10  # of a row, above which its noise is named as a reason for an open account
+IDLE_PCT = 10  # of local's step, above which the host is the bottleneck
+OVERHEAD_PCT = 10  # of a step, above which communication is in the way
+COVERED_PCT = 50  # of communication, below which it is not called hidden
+CAUSES = {
+    "exposed communication": "overhead_exposed_ms",
+    "slower compute": "overhead_slowdown_ms",
+    "copies": "overhead_copies_ms",
+    "idle": "overhead_idle_ms",
+}
+PARTS = (*CAUSES.values(), "overhead_optimizer_ms")
+
+
+def strategy_of(row: str) -> Strategy | None:
+    """Return the strategy of a row, whose name may end with a bucket size. None if it is gone."""
+    names = [name for name in STRATEGIES if f"{row}-".startswith(f"{name}-")]
+    return STRATEGIES.get(max(names, key=len, default=None))
+
+
+def local_row(records: Records) -> Record | None:
+    """Return the row without communication."""
+    return row_named("local", records)
+
+
+def fastest_of_torch_ddp(records: Records) -> Record | None:
+    """Return torch DDP's fastest row: that of a peer which updates all parameters on each rank."""
+    rows = []
+    for record in records:
+        strategy = strategy_of(record.variant)
+        if strategy is not None and strategy.is_peer and strategy.updates == "all":
+            rows.append(record)
+    return fastest(rows, "step_p50_ms")
+
+
+def compare(records: Records) -> list[Record]:
+    """Return the rows, the right ones compared with `local` and with torch DDP's fastest row.
+
+    They also have what their overhead is, and how much of it their traces leave unexplained.
+    """
+    right = [record for record in records if not wrong_rows([record])]
+    local = local_row(right)
+    torch_ddp = fastest_of_torch_ddp(right)
+    found = []
+    for record in records:
+        if record not in right:
+            found.append(record)
+            continue
+        metrics = record.metrics | ratio_metrics("vs_torch_ddp", record, torch_ddp)
+        over_local = ratio_metrics("vs_local", record, local)
+        if over_local:
+            metrics |= over_local | overhead_metrics(record, local)
+        found.append(record.with_metrics(metrics))
+    return found
+
+
+def overhead_metrics(record: Record, local: Record) -> dict[str, float | bool]:
+    """Return what a row's step takes longer than `local`'s, and whether its trace explains it."""
+    step_ms = record.metrics["step_p50_ms"]
+    overhead_ms = step_ms - local.metrics["step_p50_ms"]
+    if "overhead_exposed_ms" not in record.metrics:  # no trace
+        return {"overhead_ms": overhead_ms}
+    unexplained_ms = overhead_ms - sum(record.metrics[part] for part in PARTS)
+    return {
+        "overhead_ms": overhead_ms,
+        "overhead_unexplained_ms": unexplained_ms,
+        "overhead_closes": closes(unexplained_ms, step_ms),
+    }
+
+
+def examples_of(records: Records) -> str:
+    """Return the batch, and the context where there is one, in a few words."""
+    config = records[0].config
+    context = config.get("context")
+    batch = f"batch {config.get('batch')}"
+    return f"{batch} × context {context}" if context else batch
+
+
+def noise_in_headline(records: Records) -> str:
+    """Return the rows' noise, for the end of a headline."""
+    noise = noise_by_row(records)
+    return f"; {noise}" if noise else ""
+
+
+def host_bound(records: Records) -> str:
+    """Return a warning if the GPU waits for the host in more than 10 % of `local`'s step."""
+    local = local_row(records)
+    idle = None if local is None else local.metrics.get("gpu_idle_pct")
+    if not is_number(idle) or idle <= IDLE_PCT:
+        return ""
+    return f"; this run measures the host: the GPU is idle in {idle:.0f} % of local's step"
+
+
+headline = headline_from(
+    "{size} ({num_parameters:M} parameters), {examples} per rank, {dtype}, "
+    "{world_size} × {device_name} ({backend}), torch {torch}{noise}{host}",
+    examples=examples_of,
+    noise=noise_in_headline,
+    host=host_bound,
+)
+
+
+def findings(records: Records) -> list[str]:
+    """Return the sentences that follow from the rows."""
+    left_out = []
+    for record in records:
+        if record.metrics.get("refusal"):
+            left_out.append(f"Left out: {record.metrics['refusal']}.")
+    return [
+        *left_out,
+        *what_communication_costs(records),
+        *against_the_peer(records),
+        *open_accounts(records),
+    ]
+
+
+def open_rows(records: Records) -> list[str]:
+    """Name rows whose overhead the trace does not explain to within 5 % of the step or 1 ms."""
+    return [record.variant for record in records if record.metrics.get("overhead_closes") is False]
+
+
+def open_account(record: Record) -> str:
+    """Return the mark of a row whose account does not close, for its overhead in the table."""
+    return " open" if record.metrics.get("overhead_closes") is False else ""
+
+
+def open_accounts(records: Records) -> list[str]:
+    """Say in one line which rows are not explained, on every backend and at every noise."""
+    rows = open_rows(records)
+    if not rows:
+        return []
+    noise = max((noise_of(record.metrics) or 0.0) for record in records)
+    remedy = "more --profile-steps may close it"
+    if noise > NOISY_PCT:
+        remedy = f"steps differ by up to ± {noise:.0f} % here, so a quiet machine may close it"
+    return [
+        f"The trace does not explain the overhead of {', '.join(rows)} (marked open). The page says how much is "
+        f"unexplained. {remedy[0].upper()}{remedy[1:]}."
+    ]
+
+
+def wrong_rows(records: Records) -> list[str]:
+    """Name wrong volumes, parameters or gradients and rows with eager code, a line each."""
+    problems = []
+    for record in records:
+        verdict = record.metrics.get("verdict")
+        if verdict is not None and not verdict.startswith(RIGHT):
+            problems.append(f"{record.variant}: {record.metrics.get('verdict_detail', verdict)}")
+    for record in records:
+        metrics = record.metrics
+        if metrics.get("volume_as_predicted") is False:
+            problems.append(
+                f"{record.variant}: sent {metrics['collectives_per_step']} collectives, "
+                f"{metrics['comm_bytes_per_step']} bytes; the closed form says "
+                f"{metrics['predicted_collectives_per_step']} and {metrics['predicted_comm_bytes_per_step']}"
+            )
+        if metrics.get("sent_nothing"):
+            problems.append(
+                f"{record.variant}: sent nothing, so no row is compared with it{_why_silent(record)}"
+            )
+    return problems + rows_that_ran_eager(records) + other_parameters(records)
+
+
+def _why_silent(record: Record) -> str:
+    """Return the known reason why a peer sends nothing, for the end of a sentence."""
+    strategy = strategy_of(record.variant)
+    if strategy is None or not strategy.is_peer:
+        return ""
+    return "; torch's static_graph DDP does that where forward returns a type that pytree does not know"
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """The share of a row's step that it takes longer than `local`, in %, with its 95 % interval."""
+
+    middle: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, record: Record) -> Optional["Overhead"]:
+        """Return the overhead of a row; None if it was not compared with `local`."""
+        ratios = [record.metrics.get(f"vs_local{end}") for end in ("", "_low", "_high")]
+        if not all(is_number(ratio) and ratio > 0 for ratio in ratios):
+            return None
+        return cls(*(100 * (1 - 1 / ratio) for ratio in ratios))
+
+
+def what_communication_costs(records: Records) -> list[str]:
+    """Say whether the fastest of our strategies that overlap hides its communication.
+
+    There are three verdicts. *Hidden* needs an interval that ends below 10 % of the step and a
+    trace in which compute covers at least half of the communication. *In the way* needs an interval
+    that begins above 10 %. Everything else is *cannot tell*, with the reason and what would help.
+    """
+    if records and records[0].config.get("world_size") == 1:
+        return ["There is one rank, and nothing is communicated: overheads are what wrappers cost."]
+    overlapping = [
+        r for r in ours(records, "overhead_ms") if not strategy_of(r.variant).after_backward
+    ]
+    if not overlapping:
+        return []
+    best = min(overlapping, key=lambda r: r.metrics["step_p50_ms"])
+    overhead = Overhead.of(best)
+    if overhead is None:
+        return []
+    who = f"{best.variant}, the fastest of ours that overlaps,"
+    measured = (
+        f"takes {best.metrics['overhead_ms']:+.1f} ms longer than local, {overhead.middle:.0f} % of its step "
+        f"(95 %: {overhead.low:.0f} to {overhead.high:.0f} %)"
+    )
+    if overhead.low > OVERHEAD_PCT:
+        return [f"Communication is in the way: {who} {measured}{_largest_cause(best)}."]
+    doubt = _doubt(best, overhead, records)
+    if doubt:
+        return [f"This run cannot tell whether communication is hidden: {who} {measured}. {doubt}"]
+    covered = best.metrics["overlap_pct"]
+    return [
+        f"Communication is hidden: {who} {measured}, and compute covers {covered:.0f} % of its communication."
+    ]
+
+
+def _doubt(best: Record, overhead: Overhead, records: Records) -> str:
+    """Return the reason why communication cannot be called hidden. Empty if it can."""
+    metrics = best.metrics
+    local = local_row(records)
+    noise = max(noise_of(each.metrics) or 0.0 for each in (best, local) if each is not None)
+    try_again = f"Noise is ± {noise:.0f} %: try --rounds 6, or a machine that does nothing else."
+    if overhead.high > OVERHEAD_PCT:
+        return f"The interval reaches above {OVERHEAD_PCT} %. {try_again}"
+    if overhead.high < 0 and strategy_of(best.variant).updates == "all":
+        return f"A strategy cannot be faster than no communication, so other work disturbed the run. {try_again}"
+    covered = metrics.get("overlap_pct")
+    if not is_number(covered):
+        return (
+            "There is no trace of it that shows what covers its communication: see --profile-steps."
+        )
+    if covered < COVERED_PCT:
+        return f"Compute covers only {covered:.0f} % of its communication in the trace."
+    return ""
+
+
+def _largest_cause(record: Record) -> str:
+    """Return the cause of most of a row's overhead. Empty if the trace does not explain it."""
+    causes = {text: record.metrics.get(name) for text, name in CAUSES.items()}
+    causes = {text: ms for text, ms in causes.items() if is_number(ms) and ms > 0}
+    if not causes or not record.metrics.get("overhead_closes"):
+        return ""
+    largest = max(causes, key=causes.__getitem__)
+    return f", most of it {largest} ({causes[largest]:.1f} ms)"
+
+
+def against_the_peer(records: Records) -> list[str]:
+    """Compare the fastest of our strategies with torch DDP's fastest row."""
+    compared = ours(records, "vs_torch_ddp")
+    if not compared:
+        return []
+    best = min(compared, key=lambda r: r.metrics["vs_torch_ddp"])
+    measured = with_interval(best, "vs_torch_ddp", ".3f")
+    theirs = "torch DDP's fastest row"
+    if verdict_of(best, "vs_torch_ddp") == UNCLEAR:
+        return [f"{best.variant}, the fastest of ours, ties with {theirs}: {measured}."]
+    ratio, interval = measured.split(" ", 1)
+    return [
+        f"{best.variant}, the fastest of ours, takes {ratio} times as long as {theirs} {interval}."
+    ]
+
+
+def ours(records: Records, metric: str) -> list[Record]:
+    """Select the rows of this lab's communicating strategies that have this number."""
+    known = [r for r in records if is_number(r.metrics.get(metric))]
+    found = []
+    for record in known:
+        strategy = strategy_of(record.variant)
+        if strategy is not None and strategy.synchronizes and not strategy.is_peer:
+            found.append(record)
+    return found
