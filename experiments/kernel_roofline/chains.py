@@ -1,12 +1,13 @@
 """Chains of operations as one kernel: traffic one by one and fused, predicted and measured.
 
-A chain is a list of names of STEPS, applied one after the other to x (N, D). It is run one by
-one in x's own dtype (`builtin`), one by one as the naive forms write it, widened to fp32 (`naive`),
-through torch.compile, and by `chain_kernel` where that has such a form. The traffic one by one and
-fused is that of `distlab.theory.fusion`.
+A chain is a list of names of STEPS, applied one after the other to x (N, D). It is run one by one
+in x's own dtype (`builtin`), one by one as the naive forms write it, widened to fp32 (`naive`),
+through torch.compile, and by `chain_kernel` where that has such a form.
+
+Nothing is timed here: chains are rows as in `cases`. The traffic one by one and fused is that of
+`distlab.theory.fusion`. Next: the kernel is in `chain_kernel`.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,6 @@ from distlab.hardware import H100_SXM, lookup
 from distlab.report import (
     FASTER,
     SLOWER,
-    UNCLEAR,
     Ratio,
     grouped,
     is_number,
@@ -38,15 +38,15 @@ from .cases import Case, Function, Normal, Operation, Shape
 from .prediction import naive_bytes
 from .view import headline
 
-SCALE = 0.125
+SCALE = 0.125  # factor of the step `scale`
 
 
 class Step(NamedTuple):
     """A step of a chain, `one(x, *operands)`.
 
     Args:
-        takes: operands in addition to x: `x` for one of x's shape, `v` for a vector of a row's
-            length.
+        takes: one letter per operand in addition to x: `x` for one of x's shape, `v` for a vector
+            of a row's length.
         one: function that calls torch's operator, in x's dtype.
         naive: function in fp32, one launch per line.
         pattern: name of its pattern in the advisor.
@@ -112,13 +112,22 @@ CHAINS: tuple[Chain, ...] = (
 )
 
 
-def applied(chain: Chain, how: str) -> Function:
-    """The chain one by one: `one` in x's dtype, or `naive`."""
+def applied(chain: Chain, naive: bool) -> Function:
+    """Return the chain one by one.
+
+    Args:
+        chain: names of its steps.
+        naive: True for the naive form of each step, in fp32. False for torch's operators in x's
+            dtype.
+    """
 
     def run(x: Tensor, *operands: Tensor) -> Tensor:
-        rest = iter(operands)
+        used = 0
         for name in chain:
-            x = getattr(STEPS[name], how)(x, *itertools.islice(rest, len(STEPS[name].takes)))
+            step = STEPS[name]
+            own = operands[used : used + len(step.takes)]
+            used += len(own)
+            x = step.naive(x, *own) if naive else step.one(x, *own)
         return x
 
     return run
@@ -132,46 +141,72 @@ def in_one_kernel(chain: Chain) -> Function | None:
     rows = [name for name in chain if STEPS[name].pattern == ROWS]
     if len(rows) != 1:
         return None
-    (kind,) = rows
-    if chain != tuple(name for name in ("add", kind, "scale", "bias", "silu") if name in chain):
+    kind = rows[0]
+    in_the_kernels_order = [
+        name for name in ("add", kind, "scale", "bias", "silu") if name in chain
+    ]
+    if list(chain) != in_the_kernels_order:
         return None
 
     def run(x: Tensor, *operands: Tensor) -> Tensor:
+        # Imported here, because importing them decides how kernels run.
         from kernels._dispatch import runs_triton
 
         if not runs_triton(x):
-            return applied(chain, "naive")(x, *operands)
+            return applied(chain, naive=True)(x, *operands)
         from .chain_kernel import launch
 
-        rest = iter(operands)
-        residual = next(rest) if "add" in chain else None
-        w, b = [*itertools.islice(rest, len(STEPS[kind].takes)), None, None][:2]
-        scale = SCALE if "scale" in chain else 1.0
+        left = list(operands)
+        vectors = len(STEPS[kind].takes)  # none, a weight, or a weight and a bias
+        residual = left.pop(0) if "add" in chain else None
+        w = left.pop(0) if vectors >= 1 else None
+        b = left.pop(0) if vectors >= 2 else None
+        bias = left.pop(0) if "bias" in chain else None
         return launch(
-            x, residual, kind, w, b, scale, next(rest) if "bias" in chain else None, "silu" in chain
+            x,
+            residual=residual,
+            kind=kind,
+            w=w,
+            b=b,
+            scale=SCALE if "scale" in chain else 1.0,
+            bias=bias,
+            silu="silu" in chain,
         )
 
     return run
 
 
 def chain_graph(chain: Sequence[str], shape: Sequence[int], itemsize: int) -> Graph:
-    """The chain as the advisor takes it."""
-    n, d = shape
-    sizes, operators, count = {"x0": n * d * itemsize}, [], n * d
-    for step, name in enumerate(chain):
-        operation, operands = STEPS[name], []
-        for number, kind in enumerate(operation.takes):
-            operands.append(f"{name}{step}.{number}")
-            sizes[operands[-1]] = (count if kind == "x" else d) * itemsize
-        sizes[f"x{step + 1}"] = count * itemsize
+    """Return the chain as the advisor takes it: x0 → step 0 → x1 → step 1 → x2.
+
+    Args:
+        chain: names of its steps.
+        shape: (N, D) of x.
+        itemsize: bytes of an element of all tensors.
+    """
+    rows, width = shape
+    count = rows * width
+    sizes = {"x0": count * itemsize}
+    operators = []
+    for number, name in enumerate(chain):
+        step = STEPS[name]
+        before, after = f"x{number}", f"x{number + 1}"
+        operands = []
+        for position, kind in enumerate(step.takes):
+            operand = f"{name}{number}.{position}"
+            operands.append(operand)
+            sizes[operand] = (count if kind == "x" else width) * itemsize
+        sizes[after] = count * itemsize
+        # A row operation holds a whole row, in fp32.
+        held_bytes = 4 * width if step.pattern == ROWS else 0
         operators.append(
             Operator(
-                f"{name} {step}",
-                (f"x{step}", *operands),
-                (f"x{step + 1}",),
-                operation.flops * count,
-                operation.pattern,
-                4 * d * (operation.pattern == ROWS),
+                name=f"{name} {number}",
+                reads=(before, *operands),
+                writes=(after,),
+                flops=step.flops * count,
+                pattern=step.pattern,
+                row_bytes=held_bytes,
             )
         )
     return Graph(tuple(operators), sizes)
@@ -202,8 +237,8 @@ def chain_operation(chain: Chain, shape: Shape, dtype: torch.dtype) -> Operation
     return Operation(
         inputs=inputs,
         ours=in_one_kernel(chain),
-        naive=applied(chain, "naive"),
-        builtin=applied(chain, "one"),
+        naive=applied(chain, naive=True),
+        builtin=applied(chain, naive=False),
         forward_cost=chain_graph(chain, shape, dtype.itemsize).fused(),
     )
 
@@ -220,110 +255,146 @@ OVER_INDUCTOR = Ratio("over_inductor", row_of("compile"), "time")
 def accounting(
     case: Case, rows: dict[str, Record], limits: dict[str, float]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Return the traffic table of a chain: a row per operation, then a row per form with its times.
+    """Return the traffic table of a chain: a row per step, then a row per form with its times.
 
     Args:
+        case: the chain.
         rows: variant → its record.
         limits: rates of this run, see `timing.ceilings`.
     """
-    chain = case.chain
-    graph = chain_graph(chain, case.shape, getattr(torch, case.dtype).itemsize)
-    empty, found, apart_ms = limits["empty_kernel_ms"], [], 0.0
+    graph = chain_graph(case.chain, case.shape, getattr(torch, case.dtype).itemsize)
+    steps = _step_rows(case.chain, graph, limits)
+    one_by_one_ms = sum(metrics["predicted_time_p50_ms"] for _, metrics in steps)
+    return steps + _form_rows(case, graph, one_by_one_ms, rows, limits)
+
+
+def _step_rows(
+    chain: Chain, graph: Graph, limits: dict[str, float]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return name and metrics of each step by itself."""
+    found = []
     for name, operator in zip(chain, graph.operators, strict=True):
         read = sum(graph.sizes[tensor] for tensor in operator.reads)
         written = sum(graph.sizes[tensor] for tensor in operator.writes)
-        kind = (
-            "rows"
-            if operator.pattern == ROWS
-            else "broadcast"
-            if "v" in STEPS[name].takes
-            else "copy"
-        )
-        ms = (read + written) / limits[f"{kind}_gb_per_s"] / 1e6
-        apart_ms += ms
-        found.append(
-            (
-                name,
-                {
-                    "read_bytes": read,
-                    "written_bytes": written,
-                    "bytes": read + written,
-                    "predicted_time_p50_ms": ms,
-                },
-            )
-        )
+        if operator.pattern == ROWS:
+            rate = limits["rows_gb_per_s"]
+        elif "v" in STEPS[name].takes:
+            rate = limits["broadcast_gb_per_s"]
+        else:
+            rate = limits["copy_gb_per_s"]
+        metrics = {
+            "read_bytes": read,
+            "written_bytes": written,
+            "bytes": read + written,
+            "predicted_time_p50_ms": (read + written) / rate / 1e6,
+        }
+        found.append((name, metrics))
+    return found
+
+
+def _form_rows(
+    case: Case,
+    graph: Graph,
+    one_by_one_ms: float,
+    rows: dict[str, Record],
+    limits: dict[str, float],
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return label and metrics of each form of the whole chain.
+
+    A form that was not measured has no row, except the chain one by one.
+    """
     widened = naive_bytes(case, "fwd") or {}
-    least = graph.fused().bytes
+    widened_ms = 0.0
+    for kind, count in widened.items():
+        widened_ms += count / limits[f"{kind}_gb_per_s"]
+    fused_bytes = graph.fused().bytes
+    fused_ms = fused_bytes / limits["copy_gb_per_s"] / 1e6
     moved = {
         "builtin": graph.unfused().bytes,
         "naive": sum(widened.values()),
-        "compile": least,
-        "ours": least,
+        "compile": fused_bytes,
+        "ours": fused_bytes,
     }
-    fused_ms = least / limits["copy_gb_per_s"] / 1e6
-    ms = {
-        "builtin": apart_ms,
+    without_launch_ms = {
+        "builtin": one_by_one_ms,
+        "naive": widened_ms / 1e6,
         "compile": fused_ms,
         "ours": fused_ms,
-        "naive": sum(count / limits[f"{kind}_gb_per_s"] for kind, count in widened.items()) / 1e6,
     }
+    predicted_ms = {
+        variant: ms + limits["empty_kernel_ms"] for variant, ms in without_launch_ms.items()
+    }
+    found: dict[str, dict[str, Any]] = {}
     for variant, label in FORMS.items():
-        if variant in rows or variant == "builtin":
-            measured = rows[variant].metrics if variant in rows else {}
-            metrics = {
-                "bytes": moved[variant],
-                "time_p50_ms": measured.get("time_p50_ms"),
-                "predicted_time_p50_ms": ms[variant] + empty,
-            }
-            for baseline in ("builtin", "naive") if label.startswith("fused") else ():
+        if variant not in rows and variant != "builtin":
+            continue
+        measured = rows[variant].metrics if variant in rows else {}
+        metrics = {
+            "bytes": moved[variant],
+            "time_p50_ms": measured.get("time_p50_ms"),
+            "predicted_time_p50_ms": predicted_ms[variant],
+        }
+        if variant in ("compile", "ours"):
+            for baseline in ("builtin", "naive"):
                 for end in ("", "_low", "_high"):
                     metrics[f"over_{baseline}{end}"] = measured.get(f"over_{baseline}{end}")
-                metrics[f"predicted_over_{baseline}"] = (ms[variant] + empty) / (
-                    ms[baseline] + empty
-                )
-            found.append((label, metrics))
+                ratio = predicted_ms[variant] / predicted_ms[baseline]
+                metrics[f"predicted_over_{baseline}"] = ratio
+        found[label] = metrics
     if "ours" in rows and "compile" in rows:
-        metrics = dict(found)[FORMS["ours"]]
+        # The ratio and the two ends of its interval, or the ratio alone, or nothing.
         ratio = OVER_INDUCTOR.of(rows["ours"], rows["compile"]) or ()
-        names = (OVER_INDUCTOR.name, f"{OVER_INDUCTOR.name}_low", f"{OVER_INDUCTOR.name}_high")
-        metrics.update(zip(names, ratio, strict=False))
-    return found
+        for end, value in zip(("", "_low", "_high"), ratio, strict=False):
+            found[FORMS["ours"]][f"{OVER_INDUCTOR.name}{end}"] = value
+    return list(found.items())
 
 
 def accounts(records: Sequence[Record]) -> list[Record]:
-    """The traffic tables of the chains among the rows of a run, or of several."""
+    """Return the traffic tables of the chains among the rows of a run, or of several."""
+    of_chains = [record for record in records if record.config.get("chain")]
     found = []
-    for mine in grouped(
-        [r for r in records if r.config.get("chain")], lambda r: r.config["label"]
-    ).values():
-        first, limits = (
-            mine[0],
-            next((r.metrics for r in mine if "rows_gb_per_s" in r.metrics), None),
-        )
-        if limits is not None:
-            chain, shape = tuple(first.config["chain"]), tuple(first.config["shape"])
-            case = replace(chain_case(chain), shape=shape, dtype=first.config["dtype"])
-            found += [
-                Record(TRAFFIC.name, name, first.config, metrics, first.environment, first.commit)
-                for name, metrics in accounting(case, {r.variant: r for r in mine}, limits)
-            ]
+    for mine in grouped(of_chains, _label).values():
+        # Every row has the ceilings of its process. Records of older versions lack those of rows.
+        with_ceilings = [record.metrics for record in mine if "rows_gb_per_s" in record.metrics]
+        if not with_ceilings:
+            continue
+        first = mine[0]
+        chain, shape = tuple(first.config["chain"]), tuple(first.config["shape"])
+        case = replace(chain_case(chain), shape=shape, dtype=first.config["dtype"])
+        by_variant = {record.variant: record for record in mine}
+        for name, metrics in accounting(case, by_variant, with_ceilings[0]):
+            found.append(
+                Record(
+                    experiment=TRAFFIC.name,
+                    variant=name,
+                    config=first.config,
+                    metrics=metrics,
+                    environment=first.environment,
+                    commit=first.commit,
+                )
+            )
     return found
+
+
+def _label(record: Record) -> str:
+    return record.config["label"]
 
 
 def advice(records: Sequence[Record]) -> list[str]:
     """Return the advisor's fusion of each chain, and whether the measurement shows that it pays."""
     lines = []
-    for label, rows in grouped(records, lambda r: r.config["label"]).items():
+    for label, rows in grouped(records, _label).items():
         first = rows[0]
         itemsize = getattr(torch, first.config["dtype"]).itemsize
         graph = chain_graph(first.config["chain"], first.config["shape"], itemsize)
-        plan = advise(graph, lookup(first.environment.get("device_name") or "") or H100_SXM)
-        groups = " | ".join(
-            " + ".join(op.name.rpartition(" ")[0] for op in group) for group in plan.groups
-        )
-        lines.append(
-            f"{label}: the advisor makes {len(plan.groups)} kernel(s) of it, {groups}{_verdict(rows)}"
-        )
+        gpu = lookup(first.environment.get("device_name") or "") or H100_SXM
+        groups = []
+        for operators in advise(graph, gpu).groups:
+            # "add 0" is the name of the first step in the graph.
+            names = [operator.name.rpartition(" ")[0] for operator in operators]
+            groups.append(" + ".join(names))
+        plan = f"the advisor makes {len(groups)} kernel(s) of it, {' | '.join(groups)}"
+        lines.append(f"{label}: {plan}{_verdict(rows)}")
     return lines
 
 
@@ -336,17 +407,24 @@ def _verdict(rows: Sequence[Record]) -> str:
         rows: table of traffic of a chain.
     """
     forms = {record.variant: record for record in rows}
-    ours, inductor = forms.get(FORMS["ours"]), forms.get(FORMS["compile"])
+    ours = forms.get(FORMS["ours"])
+    inductor = forms.get(FORMS["compile"])
     if inductor is None or not inductor.metrics.get("time_p50_ms"):
         return ""
     if ours is None:
-        what = "there is no kernel of ours, and Inductor's time over one by one"
         return _compared(
-            inductor, "over_builtin", what, "the fusion pays", "the fusion does not pay"
+            inductor,
+            ratio="over_builtin",
+            what="there is no kernel of ours, and Inductor's time over one by one",
+            if_faster="the fusion pays",
+            if_slower="the fusion does not pay",
         )
-    what = "our time over Inductor's"
     return _compared(
-        ours, OVER_INDUCTOR.name, what, "a kernel of one's own pays", "leave it to Inductor"
+        ours,
+        ratio=OVER_INDUCTOR.name,
+        what="our time over Inductor's",
+        if_faster="a kernel of one's own pays",
+        if_slower="leave it to Inductor",
     )
 
 
@@ -357,11 +435,19 @@ def _compared(record: Record, ratio: str, what: str, if_faster: str, if_slower: 
     """
     if not is_number(record.metrics.get(ratio)):
         return ""
-    doubt = (
-        f"this run cannot tell whether that pays. {why_unclear([record], ratio).removesuffix('.')}"
-    )
-    told = {FASTER: if_faster, SLOWER: if_slower, UNCLEAR: doubt}[verdict_of(record, ratio)]
-    return f"; {what} is {with_interval(record, ratio)}: {told}"
+    verdict = verdict_of(record, ratio)
+    if verdict == FASTER:
+        conclusion = if_faster
+    elif verdict == SLOWER:
+        conclusion = if_slower
+    else:
+        why = why_unclear([record], ratio).removesuffix(".")
+        conclusion = f"this run cannot tell whether that pays. {why}"
+    return f"; {what} is {with_interval(record, ratio)}: {conclusion}"
+
+
+def _mb(metric: str, title: str) -> Column:
+    return Column(f"metrics.{metric}", title, ",.1f", scale=1e-6, missing="")
 
 
 def _us(metric: str, title: str) -> Column:
@@ -374,18 +460,14 @@ def _ratio(metric: str, title: str) -> Column:
 
 TRAFFIC = View(
     name="kernel_chains",
-    question="What does a chain of operations move one by one and fused, and what does the fusion bring?",
+    question="What does a chain of operations move one by one and fused, and what does the fusion "
+    "bring?",
     columns=[
         Column("config.label", "chain", align="left"),
         Column("variant", "operation or form", align="left"),
-        *(
-            Column(f"metrics.{name}", title, ",.1f", scale=1e-6, missing="")
-            for name, title in (
-                ("read_bytes", "read MB"),
-                ("written_bytes", "written MB"),
-                ("bytes", "moved MB"),
-            )
-        ),
+        _mb("read_bytes", "read MB"),
+        _mb("written_bytes", "written MB"),
+        _mb("bytes", "moved MB"),
         _us("time_p50_ms", "time µs"),
         _us("predicted_time_p50_ms", "predicted µs"),
         prediction_error("predicted_time_p50_ms", "time_p50_ms"),
@@ -405,9 +487,11 @@ TRAFFIC = View(
         "predicted_over_builtin",
     ),
     findings=advice,
-    reading="A row for each operation by itself, then for each form of the chain. / same dtype is its time over that "
-    "of torch's own operators one by one in the inputs' dtype, / fp32 over that of the naive form, which widens to "
-    "fp32 and rounds back after every operation, and makes every fusion look better.",
-    prediction="Bytes over the rate that such operators reach in this run: copies, broadcasts of a vector, norms and "
-    "softmax by torch's LayerNorm. The fused kernel moves what enters and leaves the chain at the copy's rate.",
+    reading="A row for each operation by itself, then for each form of the chain. / same dtype is "
+    "its time over that of torch's own operators one by one in the inputs' dtype, / fp32 over "
+    "that of the naive form, which widens to fp32 and rounds back after every operation, and "
+    "makes every fusion look better.",
+    prediction="Bytes over the rate that such operators reach in this run: copies, broadcasts of "
+    "a vector, norms and softmax by torch's LayerNorm. The fused kernel moves what enters and "
+    "leaves the chain at the copy's rate.",
 )
