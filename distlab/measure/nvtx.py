@@ -102,7 +102,7 @@ def emitter(name: str) -> Emitter:
 
 @contextmanager
 def _range(emit: Emitter | _Ranges, name: str) -> Iterator[None]:
-    """Make the block a range, also if it raises."""
+    """Make the block a range, which ends even if the block raises."""
     emit.push(name)
     try:
         yield
