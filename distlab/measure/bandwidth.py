@@ -318,9 +318,10 @@ def disturb(
         rounds: number of rounds, over which medians are taken.
 
     Returns:
-        Metrics: ms of one computation and of one message, alone (`…_alone_ms`) and at the same time
-        (`…_beside_ms`); the rates of both, p and q in (0, 1], where 1 means undisturbed; and half
-        the range of the computation's times during messages, in % of their median.
+        Metrics. `…_alone_ms` and `…_beside_ms`: ms of one computation and of one message, alone and
+        at the same time. `…_rate`: p and q, from 0 to 1, where 1 means undisturbed.
+        `compute_noise_pct`: half the range of the computation's times during messages, in % of
+        their median.
     """
 
     def alone(calls: int) -> list[float]:
@@ -333,15 +334,15 @@ def disturb(
             timer.mark("compute")
         return _slowest([step["compute"] for step in timer.steps()], context)
 
-    def queue(messages: int, *, beside: int) -> tuple[float, float]:
-        """Return the ms of a queue of messages, and of `beside` computations during it."""
+    def queue(messages: int, *, computations: int) -> tuple[float, float]:
+        """Return the ms of a queue of messages, and of the computations during it."""
         collectives.all_ranks_agree(True, context.device, context.group)  # all ranks start together
         timer = PhaseTimer(context.device)
         timer.synchronize()
         timer.start()
         works = [send(number) for number in range(messages)]
         timer.mark("queued")
-        for _ in range(beside):
+        for _ in range(computations):
             compute()
         timer.mark("compute")
         for work in works:
@@ -355,7 +356,7 @@ def disturb(
         """Return the median ms of a queue of messages without computation."""
         totals = []
         for _ in range(times):
-            total_ms, _ = queue(messages, beside=0)
+            total_ms, _ = queue(messages, computations=0)
             totals.append(total_ms)
         return median(totals)
 
@@ -372,7 +373,7 @@ def disturb(
     queue_ms = queue_alone(messages, times=rounds)
     compute_times, rates = [], []
     for _ in range(rounds):
-        total_ms, compute_ms = queue(messages, beside=calls)
+        total_ms, compute_ms = queue(messages, computations=calls)
         compute_times.append(compute_ms)
         rates.append(rate_beside(queue_ms, total_ms, compute_ms))
     beside_ms = median(compute_times)

@@ -64,7 +64,7 @@ class FlopsByCategory(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Leave compiled code compiled; see `CollectiveRecorder.ignore_compile_internals`."""
+        """Let compiled code run compiled, as `CollectiveRecorder.ignore_compile_internals` does."""
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

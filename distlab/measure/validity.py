@@ -45,8 +45,8 @@ def check_clock(
             device), or more than 105 % (a timer that counts something twice).
     """
     covered = sum(samples_ms) / wall_ms if wall_ms > 0 else math.inf
-    least_covered = LEAST_COVERED[torch.device(device).type]
-    if not least_covered <= covered <= MOST_COVERED:
+    min_covered = LEAST_COVERED[torch.device(device).type]
+    if not min_covered <= covered <= MOST_COVERED:
         raise Implausible(
             f"the timer accounts for {100 * covered:.0f} % of the wall clock: it must wait for the "
             "device before it reads its clock, and time all of the work once"
@@ -86,7 +86,7 @@ def check_work(loss: Tensor, gradients: Iterable[Tensor | None] | None = None) -
 
 
 def check_speed(flops: float, ms: float, peak: float | None) -> float | None:
-    """Return the share of the device's peak that was reached; None without a known peak.
+    """Return the share of the device's peak that was reached. None if the peak is not known.
 
     Args:
         flops: minimum number of operations that the work takes.

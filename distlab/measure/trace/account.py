@@ -173,7 +173,14 @@ def step_windows(events: Sequence[Event]) -> list[Interval]:
 
 
 def _first_kernel_ms(kernels: Iterable[Event], marker: Event) -> float:
-    """Return when the first kernel launched inside a host range ran; its own start without one."""
+    """Return when the first kernel that was launched inside a range of the host began.
+
+    Without such a kernel, return the range's own start.
+
+    Args:
+        kernels: compute kernels of one stream.
+        marker: range ``distlab:step`` or ``distlab:next``.
+    """
     starts = [
         kernel.start_ms
         for kernel in kernels
@@ -183,7 +190,7 @@ def _first_kernel_ms(kernels: Iterable[Event], marker: Event) -> float:
 
 
 def main_lane(events: Sequence[Event]) -> str | None:
-    """Return the stream of a GPU that computes longest; None without kernels."""
+    """Return the stream of a GPU that computes longest. None without kernels."""
     busy_ms = Counter()
     for kernel in _launched(events):
         busy_ms[kernel.lane] += kernel.end_ms - kernel.start_ms

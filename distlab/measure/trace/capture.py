@@ -248,7 +248,7 @@ def compiled_calls(step: Call, finish: Call = lambda: None) -> CompiledCalls:
     Args:
         step: function of one training step, warm. Afterwards it runs as before: the profiler
             changes nothing for Dynamo.
-        finish: function that is called after the step, before the recording ends; see
+        finish: function that is called after the step, before the recording ends, as in
             `profile_steps`.
     """
     with profile(activities=activities_on("cpu"), acc_events=True) as profiler:
