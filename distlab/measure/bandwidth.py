@@ -6,7 +6,8 @@ The payload S of a collective is the larger of what a rank contributes and of it
 of an all-reduce, broadcast, reduce or all-to-all, the output of an (all-)gather, the input of a
 (reduce-)scatter. Bandwidths, as nccl-tests define them:
 
-    algbw = S / seconds        busbw = algbw · `traffic`, the share of S that the busiest link carries
+    algbw = S / seconds
+    busbw = algbw · `traffic`, the share of S that the busiest link carries
 
 How much do computation and communication slow each other down?
 
@@ -183,7 +184,7 @@ def time_collective(
     errors = collectives.gather_objects(error, context.group)
 
     case.source.copy_(case.values_to_send()).mul_(TINY)
-    # The first call's time decides how many calls fit into the budget, the same number on all ranks.
+    # The first call's time decides how many calls fit into the budget. All ranks see the same time.
     first = measure(case.call, warmup=warmup, repeats=1, device=context.device)
     (first_ms,) = _slowest(first, context)
     fitting = int(budget_s * 1e3 / max(first_ms, 1e-6))
@@ -334,7 +335,7 @@ def disturb(
             timer.mark("compute")
         return _slowest([step["compute"] for step in timer.steps()], context)
 
-    def queue(messages: int, *, computations: int) -> tuple[float, float]:
+    def queue(messages: int, *, compute_calls: int) -> tuple[float, float]:
         """Return the ms of a queue of messages, and of the computations during it."""
         collectives.all_ranks_agree(True, context.device, context.group)  # all ranks start together
         timer = PhaseTimer(context.device)
@@ -342,7 +343,7 @@ def disturb(
         timer.start()
         works = [send(number) for number in range(messages)]
         timer.mark("queued")
-        for _ in range(computations):
+        for _ in range(compute_calls):
             compute()
         timer.mark("compute")
         for work in works:
@@ -356,7 +357,7 @@ def disturb(
         """Return the median ms of a queue of messages without computation."""
         totals = []
         for _ in range(times):
-            total_ms, _ = queue(messages, computations=0)
+            total_ms, _ = queue(messages, compute_calls=0)
             totals.append(total_ms)
         return median(totals)
 
@@ -373,7 +374,7 @@ def disturb(
     queue_ms = queue_alone(messages, times=rounds)
     compute_times, rates = [], []
     for _ in range(rounds):
-        total_ms, compute_ms = queue(messages, computations=calls)
+        total_ms, compute_ms = queue(messages, compute_calls=calls)
         compute_times.append(compute_ms)
         rates.append(rate_beside(queue_ms, total_ms, compute_ms))
     beside_ms = median(compute_times)

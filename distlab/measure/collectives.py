@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 # Dispatcher name, without the endings of its variants → (usual name, index of the argument that is
 # the payload). Input and output are both among the arguments, and only one of them is counted. An
-# all-gather counts its full output, and a reduce-scatter its full input, which hold all ranks' data.
-# A gather and an all-to-all count what this rank contributes, and a scatter what it receives.
+# all-gather counts its full output and a reduce-scatter its full input, which hold the data of all
+# ranks. A gather and an all-to-all count what this rank contributes, and a scatter what it gets.
 _PAYLOADS = {
     "c10d::allreduce": ("all_reduce", 0),
     "c10d::allgather": ("all_gather", 0),

@@ -80,7 +80,8 @@ def emitter(name: str) -> Emitter:
     if name == "nvtx":
         if not torch.cuda.is_available():
             raise ValueError(
-                "NVTX ranges need a CUDA device and there is none: use the profiler's ranges instead"
+                "NVTX ranges need a CUDA device and there is none: use the profiler's ranges "
+                "instead"
             )
         return Emitter(torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
     if name != "profiler":
@@ -230,8 +231,8 @@ class _Ranges:
             if is_root and torch.is_grad_enabled():
                 self._name_backward(tensors_in(output))
 
-        # The first hook before and the last one after the call, so that the module's other hooks run
-        # inside the range.
+        # This hook runs first before the call and last after it, so that the module's other hooks
+        # run inside the range.
         return [
             module.register_forward_pre_hook(before, prepend=True),
             module.register_forward_hook(after, always_call=True),

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from distlab.cli_errors import is_out_of_memory as is_out_of_memory
 
-# Share of the wall clock that samples must add up to. On a GPU less means a timer that does not wait
-# for the device. A CPU has done its work when a call returns, so less only means that other
+# Share of the wall clock that samples must add up to. On a GPU, less means that the timer does not
+# wait for the device. A CPU has done its work when a call returns, so less only means that other
 # processes ran in between. All three bounds are our choice.
 LEAST_COVERED = {"cuda": 0.90, "cpu": 0.10}
 MOST_COVERED = 1.05
