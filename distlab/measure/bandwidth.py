@@ -1,20 +1,21 @@
 """How long does a collective take, and is its result right?
 
-The collectives are the library's and those of `distlab.comm.ring`.
+The collectives are the library's and those of `distlab.comm.ring`. `time_collective` measures one.
 
 The payload S of a collective is the larger of what a rank contributes and of its result: the tensor
 of an all-reduce, broadcast, reduce or all-to-all, the output of an (all-)gather, the input of a
 (reduce-)scatter. Bandwidths, as nccl-tests define them:
 
-    algbw = S / seconds        busbw = algbw · `traffic`, the share of S that the busiest link carries
+    algbw = S / seconds
+    busbw = algbw · `traffic`, the share of S that the busiest link carries
 
 How much do computation and communication slow each other down?
 
-A queue of messages is started, and computation runs at the same time for t seconds, in which it
-does work that takes m seconds alone: its rate is p = m/t. The queue lasts longer and is done after
-T seconds, instead of C alone. Outside of t it ran undisturbed, so in t the queue has done work that
-takes C − (T − t) alone: its rate is q = (C − (T − t))/t. Neither a second clock nor a separate
-stream is needed, so gloo and NCCL are measured in the same way.
+`disturb` starts a queue of messages. At the same time, computation runs for t seconds. Alone, the
+same computation takes m seconds, so its rate is p = m/t. The queue takes T seconds, instead of C
+alone. Outside of t it ran undisturbed, for T − t seconds. So in t it did work that takes
+C − (T − t) seconds alone, and its rate is q = (C − (T − t))/t. This needs neither a second clock
+nor a separate stream, so gloo and NCCL are measured in the same way.
 """
 
 from collections.abc import Callable
@@ -29,38 +30,89 @@ from torch.distributed import ProcessGroup
 from distlab.comm import RankContext, collectives, ring
 from distlab.measure.clock import Call, PhaseTimer, measure, slowest_rank
 
-# Each from what this rank contributes to its result, which are one tensor where the collective
-# works in place.
-_CALLS: dict[str, Callable[[Tensor, Tensor, ProcessGroup], object]] = {
-    "all_reduce": lambda whole, _, group: collectives.all_reduce_mean(
-        whole, group, prescaled=True
-    ).wait(),
-    "all_gather": lambda part, whole, group: collectives.all_gather(whole, part, group).wait(),
-    "reduce_scatter": lambda whole, part, group: collectives.reduce_scatter_mean(
-        part, whole, group, prescaled=True
-    ).wait(),
-    "broadcast": lambda whole, _, group: collectives.broadcast(whole, group).wait(),
-    "reduce": lambda whole, _, group: collectives.reduce(whole, group).wait(),
-    "gather": lambda part, whole, group: collectives.gather(whole, part, group).wait(),
-    "scatter": lambda whole, part, group: collectives.scatter(part, whole, group).wait(),
-    "all_to_all": lambda sent, received, group: collectives.all_to_all(
-        received, sent, group
-    ).wait(),
-    "ring_all_reduce": lambda whole, _, group: ring.all_reduce(whole, group),
-    "ring_all_gather": lambda part, whole, group: ring.all_gather(whole, part, group),
-    "ring_reduce_scatter": lambda whole, part, group: ring.reduce_scatter(part, whole, group),
-    "whole_all_reduce": lambda whole, _, group: ring.all_reduce_whole(whole, group),
-}
-OPERATIONS = tuple(_CALLS)
-BY_HAND = OPERATIONS[8:]  # the others are the library's
-TINY = 1e-30  # sums grow with every repetition: from here they stay finite
+TINY = 1e-30  # sums in place grow with every repetition. From values this small they stay finite
 LEAST_REPEATS = 5
 
 
-def traffic(operation: str, ranks: int) -> float:
-    """Share of the payload that a link carries in one direction, by the best algorithm there is.
+# One function per operation. `source` is what this rank contributes, and `result` what it gets.
+# Where a collective works in place, the two are one tensor.
 
-    The whole-tensor ring counts as an all-reduce, so that its bus bandwidth shows what it wastes.
+
+def _all_reduce(source: Tensor, result: Tensor, group: ProcessGroup) -> None:
+    collectives.all_reduce_mean(source, group, prescaled=True).wait()
+
+
+def _all_gather(source: Tensor, result: Tensor, group: ProcessGroup) -> None:
+    collectives.all_gather(result, source, group).wait()
+
+
+def _reduce_scatter(source: Tensor, result: Tensor, group: ProcessGroup) -> None:
+    collectives.reduce_scatter_mean(result, source, group, prescaled=True).wait()
+
+
+def _broadcast(source: Tensor, result: Tensor, group: ProcessGroup) -> None:
+    collectives.broadcast(source, group).wait()
+
+
+def _reduce(source: Tensor, result: Tensor, group: ProcessGroup) -> None:
+    collectives.reduce(source, group).wait()
+
+
+def _gather(source: Tensor, result: Tensor, group: ProcessGroup) -> None:
+    collectives.gather(result, source, group).wait()
+
+
+def _scatter(source: Tensor, result: Tensor, group: ProcessGroup) -> None:
+    collectives.scatter(result, source, group).wait()
+
+
+def _all_to_all(source: Tensor, result: Tensor, group: ProcessGroup) -> None:
+    collectives.all_to_all(result, source, group).wait()
+
+
+def _ring_all_reduce(source: Tensor, result: Tensor, group: ProcessGroup) -> None:
+    ring.all_reduce(source, group)
+
+
+def _ring_all_gather(source: Tensor, result: Tensor, group: ProcessGroup) -> None:
+    ring.all_gather(result, source, group)
+
+
+def _ring_reduce_scatter(source: Tensor, result: Tensor, group: ProcessGroup) -> None:
+    ring.reduce_scatter(result, source, group)
+
+
+def _whole_all_reduce(source: Tensor, result: Tensor, group: ProcessGroup) -> None:
+    ring.all_reduce_whole(source, group)
+
+
+_Collective = Callable[[Tensor, Tensor, ProcessGroup], None]
+_LIBRARY: dict[str, _Collective] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_to_all": _all_to_all,
+}
+_HAND_WRITTEN: dict[str, _Collective] = {
+    "ring_all_reduce": _ring_all_reduce,
+    "ring_all_gather": _ring_all_gather,
+    "ring_reduce_scatter": _ring_reduce_scatter,
+    "whole_all_reduce": _whole_all_reduce,
+}
+_COLLECTIVES = _LIBRARY | _HAND_WRITTEN
+OPERATIONS = tuple(_COLLECTIVES)
+BY_HAND = tuple(_HAND_WRITTEN)
+
+
+def traffic(operation: str, ranks: int) -> float:
+    """Return the share of the payload that a link carries in one direction.
+
+    It is that of the best algorithm there is, as nccl-tests derive it (doc/PERFORMANCE.md). The
+    whole-tensor ring counts as an all-reduce, so that its bus bandwidth shows what it wastes.
 
     Raises:
         ValueError: an unknown operation.
@@ -73,7 +125,10 @@ def traffic(operation: str, ranks: int) -> float:
         return 0.0
     if operation in ("broadcast", "reduce"):
         return 1.0
-    return (2 if operation.endswith("all_reduce") else 1) * (ranks - 1) / ranks
+    # Each rank keeps its own of the `ranks` parts and sends, or receives, the others. An all-reduce
+    # does so twice: it is a reduce-scatter and an all-gather.
+    passes = 2 if operation.endswith("all_reduce") else 1
+    return passes * (ranks - 1) / ranks
 
 
 @dataclass(frozen=True)
@@ -81,10 +136,10 @@ class CollectiveTiming:
     """Samples of one collective.
 
     Attributes:
-        num_bytes: S in bytes, as sent: a multiple of the ranks' number of elements.
+        num_bytes: S in bytes, as sent: a whole number of elements per rank.
         samples_ms: ms of each call, on the slowest rank.
-        max_abs_error: largest error of the result over all ranks. Values are small integers, so it
-            is 0.
+        max_abs_error: maximum error of the result over all ranks. Values are small integers, so it
+            is 0 if the result is right.
     """
 
     num_bytes: int
@@ -104,8 +159,13 @@ def time_collective(
     """Check the result once, then time repetitions. Every rank of `context` calls it.
 
     Args:
-        num_bytes: S; rounded up to a whole number of fp32 elements per rank.
-        repeats: at most; fewer (at least five) where they would take longer than `budget_s`.
+        context: ranks that take part, and the device of their tensors.
+        operation: name in `OPERATIONS`.
+        num_bytes: S in bytes, rounded up to a whole number of fp32 elements per rank.
+        warmup: number of calls before the timed ones.
+        repeats: maximum number of timed calls. There are fewer (at least five) if they would take
+            longer than `budget_s`.
+        budget_s: seconds for the timed calls.
 
     Raises:
         ValueError: an unknown operation or no bytes.
@@ -113,71 +173,129 @@ def time_collective(
     """
     if num_bytes < 1:
         raise ValueError(f"num_bytes={num_bytes}: give at least one")
-    traffic(operation, context.world_size)
-    chunk = -(-num_bytes // (4 * context.world_size))
-    call, source, result, pattern, expected = _case(context, operation, chunk)
-    source.copy_(pattern())
-    call()
-    error = max(
-        collectives.gather_objects((result - expected()).abs_().max().item(), context.group)
+    traffic(operation, context.world_size)  # raises for an unknown operation
+    bytes_per_element = 4 * context.world_size  # one fp32 element on each rank
+    chunk = -(-num_bytes // bytes_per_element)  # rounded up
+    case = _case(context, operation, chunk)
+
+    case.source.copy_(case.values_to_send())
+    case.call()
+    error = (case.result - case.expected()).abs_().max().item()
+    errors = collectives.gather_objects(error, context.group)
+
+    case.source.copy_(case.values_to_send()).mul_(TINY)
+    # The first call's time decides how many calls fit into the budget. All ranks see the same time.
+    first = measure(case.call, warmup=warmup, repeats=1, device=context.device)
+    (first_ms,) = _slowest(first, context)
+    fitting = int(budget_s * 1e3 / max(first_ms, 1e-6))
+    count = min(repeats, max(LEAST_REPEATS, fitting))
+    samples = measure(case.call, warmup=0, repeats=count, device=context.device)
+    return CollectiveTiming(
+        num_bytes=bytes_per_element * chunk,
+        samples_ms=_slowest(samples, context),
+        max_abs_error=max(errors),
     )
-    source.copy_(pattern()).mul_(TINY)
-    (first,) = _slowest(measure(call, warmup=warmup, repeats=1, device=context.device), context)
-    count = min(repeats, max(LEAST_REPEATS, int(budget_s * 1e3 / max(first, 1e-6))))
-    samples = _slowest(measure(call, warmup=0, repeats=count, device=context.device), context)
-    return CollectiveTiming(4 * chunk * context.world_size, samples, error)
 
 
 def _slowest(samples: list[float], context: RankContext) -> list[float]:
     return slowest_rank(samples, context.group, context.device)
 
 
-def _case(
-    context: RankContext, operation: str, chunk: int
-) -> tuple[Call, Tensor, Tensor, Callable[[], Tensor], Callable[[], Tensor]]:
-    """Return a collective on `chunk` elements per rank, with values that reveal misplaced chunks.
+# Collectives in which a rank contributes, or gets, one chunk instead of all chunks.
+_SEND_ONE_CHUNK = ("all_gather", "gather")
+_RECEIVE_ONE_CHUNK = ("reduce_scatter", "scatter")
+_ALL_CHUNKS = slice(None)
 
-    Returns:
-            The call, this rank's contribution, the result, and functions that make the values of
-        each.
+
+@dataclass(frozen=True)
+class _Case:
+    """One collective, with values that reveal chunks in a wrong place.
+
+    Attributes:
+        context: ranks that take part.
+        operation: name in `OPERATIONS`.
+        chunk: number of elements per rank.
+        source: what this rank contributes.
+        result: tensor of the result. It is `source` if the collective works in place.
     """
-    group, rank, ranks, device = context.group, context.rank, context.world_size, context.device
-    kind = operation.removeprefix("ring_").removeprefix("whole_")
-    everything, own = slice(None), slice(rank * chunk, (rank + 1) * chunk)
-    sent = own if kind in ("all_gather", "gather") else everything
-    received = own if kind in ("reduce_scatter", "scatter") else everything
-    source = torch.empty(chunk if sent == own else ranks * chunk, device=device)
-    in_place = kind in ("all_reduce", "broadcast", "reduce")
-    result = (
-        source
-        if in_place
-        else torch.zeros(chunk if received == own else ranks * chunk, device=device)
-    )
 
-    def values(share: slice) -> Tensor:
-        return torch.arange(ranks * chunk, device=device, dtype=torch.float32)[share] % 251
+    context: RankContext
+    operation: str
+    chunk: int
+    source: Tensor
+    result: Tensor
 
-    def expected() -> Tensor:
-        if kind in ("reduce", "gather") and rank > 0:
-            return result  # rank 0 alone has one
-        found = values(own).repeat(ranks) if kind == "all_to_all" else values(received)
-        if kind in ("broadcast", "scatter"):
-            return found
-        if kind in ("all_gather", "gather", "all_to_all"):  # the k-th part is rank k's
-            return found.add_(torch.arange(ranks, device=device).repeat_interleave(chunk))
-        averages = operation in (
-            "all_reduce",
-            "reduce_scatter",
-        ) and collectives.averages_in_reduction(device, group)
-        return found.mul_(ranks).add_(ranks * (ranks - 1) / 2).mul_(1 / ranks if averages else 1.0)
+    @property
+    def kind(self) -> str:
+        """Name of the collective, without its implementation."""
+        return _kind(self.operation)
 
-    return (
-        lambda: _CALLS[operation](source, result, group),
-        source,
-        result,
-        lambda: values(sent).add_(rank),
-        expected,
-    )
+    def call(self) -> None:
+        """Run the collective and wait for it."""
+        _COLLECTIVES[self.operation](self.source, self.result, self.context.group)
+
+    def values_to_send(self) -> Tensor:
+        """Return the values for `source`: each element is its position plus the rank."""
+        part = self._own if self.kind in _SEND_ONE_CHUNK else _ALL_CHUNKS
+        return self._positions(part).add_(self.context.rank)
+
+    def expected(self) -> Tensor:
+        """Return the right values of `result`, for `values_to_send` on all ranks."""
+        rank, ranks, device = self.context.rank, self.context.world_size, self.context.device
+        if self.kind in ("reduce", "gather") and rank > 0:
+            return self.result  # only rank 0 has a result to check
+        if self.kind == "all_to_all":
+            # The k-th part is the one that rank k has for this rank.
+            found = self._positions(self._own).repeat(ranks)
+        else:
+            part = self._own if self.kind in _RECEIVE_ONE_CHUNK else _ALL_CHUNKS
+            found = self._positions(part)
+        if self.kind in ("broadcast", "scatter"):
+            return found  # from rank 0, which adds 0
+        if self.kind in ("all_gather", "gather", "all_to_all"):
+            # The k-th part comes from rank k, which adds k.
+            sender = torch.arange(ranks, device=device).repeat_interleave(self.chunk)
+            return found.add_(sender)
+        # The sum over all ranks: the same position from each, and 0 + 1 + … + (ranks − 1).
+        found = found.mul_(ranks).add_(ranks * (ranks - 1) / 2)
+        # The library's two may already divide by the ranks. The rings never do.
+        library_mean = self.operation in ("all_reduce", "reduce_scatter")
+        if library_mean and collectives.averages_in_reduction(device, self.context.group):
+            found.mul_(1 / ranks)
+        return found
+
+    @property
+    def _own(self) -> slice:
+        """Positions of this rank's chunk."""
+        start = self.context.rank * self.chunk
+        return slice(start, start + self.chunk)
+
+    def _positions(self, part: slice) -> Tensor:
+        """Return the positions modulo 251 of a part of all chunks."""
+        numel = self.context.world_size * self.chunk
+        positions = torch.arange(numel, device=self.context.device, dtype=torch.float32)
+        # Small integers, of which fp32 sums are exact. 251 is a prime: it does not divide the usual
+        # sizes of chunks, so two chunks differ.
+        return positions[part] % 251
+
+
+def _kind(operation: str) -> str:
+    """Return the collective that an operation implements: `ring_all_reduce` → `all_reduce`."""
+    return operation.removeprefix("ring_").removeprefix("whole_")
+
+
+def _case(context: RankContext, operation: str, chunk: int) -> _Case:
+    """Allocate the tensors of a collective on `chunk` elements per rank."""
+    kind = _kind(operation)
+    everything = context.world_size * chunk
+    source_numel = chunk if kind in _SEND_ONE_CHUNK else everything
+    source = torch.empty(source_numel, device=context.device)
+    if kind in ("all_reduce", "broadcast", "reduce"):
+        result = source  # in place
+    else:
+        result_numel = chunk if kind in _RECEIVE_ONE_CHUNK else everything
+        result = torch.zeros(result_numel, device=context.device)
+    return _Case(context=context, operation=operation, chunk=chunk, source=source, result=result)
 
 
 def disturb(
@@ -190,22 +308,25 @@ def disturb(
 ) -> dict[str, float]:
     """Time `compute()` and messages, alone and together. Every rank calls it.
 
-    Returns:
-            Metrics: milliseconds of one computation and of one message, alone and at the same time;
-        the rates of both, p and q in (0, 1], where 1 means undisturbed; and the spread in % of the
-        computation's times during messages around their median.
-
     Args:
+        context: ranks that take part.
         compute: function that queues work on the current stream. It is called often enough to last
             `least_ms`.
         send: function that begins the message of a given number and returns an object to `wait()`
-            for. Enough messages are queued to outlast twice the computation. Two that follow each
-            other may not use one tensor, because gloo runs two at a time.
+            for. Two messages that follow each other may not use one tensor, because gloo runs two
+            at a time.
+        least_ms: ms of computation in each round, about.
         rounds: number of rounds, over which medians are taken.
+
+    Returns:
+        Metrics. `…_alone_ms` and `…_beside_ms`: ms of one computation and of one message, alone and
+        at the same time. `…_rate`: p and q, from 0 to 1, where 1 means undisturbed.
+        `compute_noise_pct`: half the range of the computation's times during messages, in % of
+        their median.
     """
 
     def alone(calls: int) -> list[float]:
-        """Return ms of `calls` computations, three times."""
+        """Return the ms of `calls` computations, three times."""
         timer = PhaseTimer(context.device)
         for _ in range(3):
             timer.start()
@@ -214,35 +335,51 @@ def disturb(
             timer.mark("compute")
         return _slowest([step["compute"] for step in timer.steps()], context)
 
-    def queue(messages: int, *, beside: int) -> tuple[float, float]:
-        """Return ms until all `messages` have ended, and ms of `beside` computations meanwhile."""
-        collectives.all_ranks_agree(True, context.device, context.group)  # start together
+    def queue(messages: int, *, compute_calls: int) -> tuple[float, float]:
+        """Return the ms of a queue of messages, and of the computations during it."""
+        collectives.all_ranks_agree(True, context.device, context.group)  # all ranks start together
         timer = PhaseTimer(context.device)
         timer.synchronize()
         timer.start()
         works = [send(number) for number in range(messages)]
         timer.mark("queued")
-        for _ in range(beside):
+        for _ in range(compute_calls):
             compute()
         timer.mark("compute")
         for work in works:
             work.wait()
         timer.mark("rest")
         (step,) = timer.steps()
-        total, compute_ms = _slowest([step["step"], step["compute"]], context)
-        return total, compute_ms
+        total_ms, compute_ms = _slowest([step["step"], step["compute"]], context)
+        return total_ms, compute_ms
+
+    def queue_alone(messages: int, times: int) -> float:
+        """Return the median ms of a queue of messages without computation."""
+        totals = []
+        for _ in range(times):
+            total_ms, _ = queue(messages, compute_calls=0)
+            totals.append(total_ms)
+        return median(totals)
 
     for _ in range(2):
-        compute()
-    once_ms, message_ms = median(alone(1)[1:]), median(queue(1, beside=0)[0] for _ in range(4))
+        compute()  # warm-up
+    once_ms = median(alone(1)[1:])
+    message_ms = queue_alone(1, times=4)
     calls = max(1, round(least_ms / once_ms))
+    # Three times as long as the computation alone: the queue must outlast the computation, which
+    # the messages slow down.
     messages = max(2, round(3 * calls * once_ms / message_ms))
+
     alone_ms = median(alone(calls))
-    queue_ms = median(queue(messages, beside=0)[0] for _ in range(rounds))
-    runs = [queue(messages, beside=calls) for _ in range(rounds)]
-    times = sorted(compute_ms for _, compute_ms in runs)
-    beside_ms = median(times)
-    rate = median(rate_beside(queue_ms, total_ms, compute_ms) for total_ms, compute_ms in runs)
+    queue_ms = queue_alone(messages, times=rounds)
+    compute_times, rates = [], []
+    for _ in range(rounds):
+        total_ms, compute_ms = queue(messages, compute_calls=calls)
+        compute_times.append(compute_ms)
+        rates.append(rate_beside(queue_ms, total_ms, compute_ms))
+    beside_ms = median(compute_times)
+    rate = median(rates)
+    compute_range_ms = max(compute_times) - min(compute_times)
     return {
         "compute_alone_ms": alone_ms / calls,
         "compute_beside_ms": beside_ms / calls,
@@ -250,25 +387,41 @@ def disturb(
         "comm_beside_ms": queue_ms / messages / rate,
         "compute_rate": min(1.0, alone_ms / beside_ms),
         "communication_rate": rate,
-        "compute_noise_pct": 50 * (times[-1] - times[0]) / beside_ms,
+        "compute_noise_pct": 50 * compute_range_ms / beside_ms,
     }
 
 
 def computations(side: int, device: torch.device) -> dict[str, Call]:
     """Return work to run during messages: one bound by arithmetic, one by memory.
 
-    Both use matrices with this side.
+    Args:
+        side: rows and columns of the matrices that both use.
+        device: device of the matrices.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    a, b, out = (torch.randn(side, side, device=device).to(dtype) for _ in range(3))
+    a = torch.randn(side, side, device=device).to(dtype)
+    b = torch.randn(side, side, device=device).to(dtype)
+    out = torch.randn(side, side, device=device).to(dtype)
     source = torch.randn(side * side, device=device)
     target = torch.empty_like(source)
-    return {"matmul": lambda: torch.mm(a, b, out=out), "copy": lambda: target.copy_(source)}
+
+    def matmul() -> None:
+        torch.mm(a, b, out=out)
+
+    def copy() -> None:
+        target.copy_(source)
+
+    return {"matmul": matmul, "copy": copy}
 
 
 def rate_beside(alone_ms: float, total_ms: float, beside_ms: float) -> float:
-    """Return q, between 0.05 and 1, for a queue of `alone_ms` that took `total_ms`.
+    """Return the rate q of a queue during computation, from 0.05 to 1.
 
-    Computation ran for `beside_ms` of it.
+    Args:
+        alone_ms: ms of the queue without computation, C in the module's docstring.
+        total_ms: ms of the queue with computation, T.
+        beside_ms: ms of the computation, t.
     """
-    return min(1.0, max(0.05, (alone_ms - (total_ms - beside_ms)) / beside_ms))
+    done_meanwhile_ms = alone_ms - (total_ms - beside_ms)
+    # Noise can make it more than 1, or less than 0. Times are divided by it, so it is not 0.
+    return min(1.0, max(0.05, done_meanwhile_ms / beside_ms))

@@ -1,8 +1,8 @@
 """Recorder of the collectives that a step issues, with their bytes, in order.
 
-It works in torch's dispatcher, below every strategy: hand-written ones, the C++ reducer of torch
-DDP and FSDP2 issue the same ``c10d`` operators, so all are counted by the same rule. It says
-nothing about time (see `trace`).
+It works in torch's dispatcher, below every strategy. Hand-written strategies, the C++ reducer of
+torch DDP, and FSDP2 all issue the same ``c10d`` operators, so all are counted by the same rule. It
+says nothing about time (see `trace`).
 """
 
 import threading
@@ -13,11 +13,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Dispatcher name, without the endings of its variants → (the field's name, index of the argument
-# that is the payload). The payload of an all-gather is its full output and that of a reduce-scatter
-# its full input: the side on which all ranks' data lies. Both sides are among the arguments, and
-# only one is counted. For the same reason gather, scatter and all-to-all count what this rank
-# contributes, receives and contributes.
+# Dispatcher name, without the endings of its variants → (usual name, index of the argument that is
+# the payload). Input and output are both among the arguments, and only one of them is counted. An
+# all-gather counts its full output and a reduce-scatter its full input, which hold the data of all
+# ranks. A gather and an all-to-all count what this rank contributes, and a scatter what it gets.
 _PAYLOADS = {
     "c10d::allreduce": ("all_reduce", 0),
     "c10d::allgather": ("all_gather", 0),
@@ -36,13 +35,13 @@ _PAYLOADS = {
     "c10d::recv": ("recv", 0),
     "c10d::recv_any_source": ("recv", 0),
     # The functional collectives (torch.compile, DTensor) do not pass through c10d's operators
-    # again. Their result is returned, so the payload of an all-gather (None) is what comes back.
+    # again. They return their output, so the payload of an all-gather is the result (None).
     "_c10d_functional::all_reduce": ("all_reduce", 0),
     "_c10d_functional::all_gather_into_tensor": ("all_gather", None),
     "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
     "_c10d_functional::broadcast": ("broadcast", 0),
     "_c10d_functional::all_to_all_single": ("all_to_all", 0),
-    # Ours, by copy engines: the payload is any one replica.
+    # This lab's, by copy engines. The argument is a list of replicas, and the payload any of them.
     "distlab::all_reduce_mean_by_copy": ("all_reduce", 0),
 }
 
@@ -53,8 +52,8 @@ class CollectiveCall:
 
     Attributes:
         op: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, …
-        bytes: payload: the full output of an all-gather, the full input of a reduce-scatter, the
-            tensor otherwise; a coalesced call is one call with the sum.
+        bytes: bytes of the payload: the full output of an all-gather, the full input of a
+            reduce-scatter, the tensor otherwise. A coalesced call is one call with the sum.
         dtype: dtype of the payload (of its first tensor).
         numel: number of elements of the payload.
         sequence: position among all calls of this recorder, from 0.
@@ -68,23 +67,24 @@ class CollectiveCall:
 
 
 class CollectiveRecorder(TorchDispatchMode):
-    """Records the collectives issued inside ``with CollectiveRecorder() as recorder:``.
+    """Recorder of the collectives issued inside ``with CollectiveRecorder() as recorder:``.
 
-    Sees those of autograd hooks too, because autograd carries the mode into its threads. A thread
-    that the program starts itself does not inherit it: there, enter the same recorder again (``with
-    recorder:``). Every torch operator inside the block takes a detour through Python, so do not
-    time what is recorded.
+    It also sees those of autograd hooks, because autograd carries the mode into its threads. A
+    thread that the program starts itself does not inherit the mode: enter the same recorder again
+    there (``with recorder:``). Every torch operator inside the block takes a detour through Python,
+    so do not time the block.
 
     Attributes:
-        calls: the collectives that carry data, in the order of issue.
-        others: names of the other operators of the kind (``barrier``, ``wait_tensor``), in order.
+        calls: collectives that carry data, in the order of issue.
+        others: names of communication operators without data (``barrier``, ``wait_tensor``), in
+            order.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[CollectiveCall] = []
         self.others: list[str] = []
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # autograd's threads record at the same time
 
     @property
     def count(self) -> int:
@@ -100,8 +100,8 @@ class CollectiveRecorder(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Let compiled code run compiled while this mode is active.
 
-        By default Dynamo refuses to run compiled code under a dispatch mode, runs it eager, and
-        remembers that for the rest of the process: every later step would run eager as well.
+        By default Dynamo refuses to run compiled code under a dispatch mode. It runs the code eager
+        and remembers this for the rest of the process: every later step would also run eager.
         """
         return True
 
@@ -112,25 +112,44 @@ class CollectiveRecorder(TorchDispatchMode):
         return result
 
     def _record(self, name: str, args: tuple, result: Any) -> None:
-        op, side = _PAYLOADS.get(
-            name.rstrip("_").removesuffix("_coalesced").removesuffix("_out"), (None, None)
-        )
-        payload = [] if op is None else tensors_in(result if side is None else args[side])
+        """Note a communication operator that was called.
+
+        Args:
+            name: name in the dispatcher, such as ``c10d::allreduce_``.
+            args: positional arguments.
+            result: its result.
+        """
+        # In place, coalesced, or with an output that is given: the payload is the same.
+        plain_name = name.rstrip("_").removesuffix("_coalesced").removesuffix("_out")
+        op, argument = _PAYLOADS.get(plain_name, (None, None))
+        if op is None:
+            payload = []
+        elif argument is None:
+            payload = tensors_in(result)
+        else:
+            payload = tensors_in(args[argument])
         if name.startswith("distlab::"):
-            payload = payload[:1]
+            payload = payload[:1]  # one of the replicas
         with self._lock:
             if not payload:
-                self.others.append(name.partition("::")[2].strip("_"))
+                _, _, operator = name.partition("::")
+                self.others.append(operator.strip("_"))
                 return
-            numel = sum(tensor.numel() for tensor in payload)
-            size = sum(tensor.numel() * tensor.element_size() for tensor in payload)
-            self.calls.append(CollectiveCall(op, size, payload[0].dtype, numel, len(self.calls)))
+            call = CollectiveCall(
+                op=op,
+                bytes=sum(tensor.numel() * tensor.element_size() for tensor in payload),
+                dtype=payload[0].dtype,
+                numel=sum(tensor.numel() for tensor in payload),
+                sequence=len(self.calls),
+            )
+            self.calls.append(call)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """List the tensors of a value in order.
+    """Return the tensors of a value in order.
 
-    The value is a tensor, or lists, tuples, dictionaries and dataclasses of tensors.
+    Args:
+        value: tensor, or lists, tuples, dictionaries and dataclasses of tensors.
     """
     if isinstance(value, torch.Tensor):
         return [value]
@@ -138,6 +157,6 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             tensors.append(leaf)
-        elif is_dataclass(leaf):
+        elif is_dataclass(leaf):  # which torch's pytrees do not look into
             tensors.extend(tensors_in(getattr(leaf, "__dict__", ())))
     return tensors

@@ -8,17 +8,16 @@ EVERY_S = 5.0
 
 
 class Pace:
-    """Called once per repetition, says a line now and then: `small: step: 40 of 500, 0:01:32 left`.
+    """Progress of a loop, as a line now and then: `small: step: 40 of 500, 0:01:32 left`.
 
-    What is left is estimated from the repetitions since the first, which compiles and allocates. A
-    loop that is over within `every_s` seconds says nothing.
+    Call it once after each repetition. A loop that is over within `every_s` seconds says nothing.
 
     Args:
-        total: repetitions.
-        what: is repeated.
-        say: takes the line.
+        total: number of repetitions.
+        what: name of the work that is repeated.
+        say: function that takes the line.
         every_s: seconds between lines.
-        clock: in seconds.
+        clock: function that returns the time in seconds.
 
     Raises:
         ValueError: no repetition.
@@ -35,20 +34,30 @@ class Pace:
     ) -> None:
         if total < 1:
             raise ValueError(f"total={total}: at least one repetition")
-        self.total, self.what, self.say = total, what, say
-        self.every_s, self.clock = every_s, clock
+        self.total = total
+        self.what = what
+        self.say = say
+        self.every_s = every_s
+        self.clock = clock
         self.done = 0
-        self._first = self._said = clock()
+        begin = clock()
+        self._first_done_at = begin
+        self._said_at = begin
 
     def __call__(self) -> None:
-        """One more repetition is done."""
+        """Count one more repetition, and say a line if the last one is `every_s` seconds ago."""
         self.done += 1
         now = self.clock()
         if self.done == 1:
-            self._first = now
-        if self.done == self.total or now - self._said < self.every_s:
+            self._first_done_at = now
+        if self.done == self.total or now - self._said_at < self.every_s:
             return
-        self._said = now
-        rest_s = (now - self._first) / max(1, self.done - 1) * (self.total - self.done)
-        left = f", {timedelta(seconds=round(rest_s))} left" if self.done > 1 else ""
+        self._said_at = now
+        left = ""
+        if self.done > 1:
+            # The first repetition compiles and allocates, so it does not tell how long the others
+            # take.
+            each_s = (now - self._first_done_at) / (self.done - 1)
+            rest_s = each_s * (self.total - self.done)
+            left = f", {timedelta(seconds=round(rest_s))} left"
         self.say(f"{self.what}: {self.done} of {self.total}{left}")

@@ -1,10 +1,10 @@
 """Checks of a timing: a clock that covers the work, work that computes, and a possible speed.
 
-The usual ways to publish a wrong benchmark are a timer that reads the clock while the GPU still
-computes, and a model that computes nothing: zeros from a forgotten initialisation, NaNs, a graph
-that was optimised away.
+Two mistakes are the usual ways to publish a wrong benchmark. One is a timer that reads the clock
+while the GPU still computes. The other is a model that computes nothing: zeros from a forgotten
+initialisation, NaNs, a graph that was optimised away.
 
-A measurement that fails is a row that says so, and not the end of the sweep.
+A measurement that fails becomes a row that says so (`attempt`), and does not end the sweep.
 """
 
 import math
@@ -16,36 +16,40 @@ from torch import Tensor
 
 from distlab.cli_errors import is_out_of_memory as is_out_of_memory
 
-# A GPU works on while the host does not wait. A CPU has done its work when a call returns, and what
-# its samples miss is the time of other processes.
+# Share of the wall clock that samples must add up to. On a GPU, less means that the timer does not
+# wait for the device. A CPU has done its work when a call returns, so less only means that other
+# processes ran in between. All three bounds are our choice.
 LEAST_COVERED = {"cuda": 0.90, "cpu": 0.10}
 MOST_COVERED = 1.05
-MOST_OF_PEAK = 1.02  # the peak is at the boost clock; a cool GPU stays a little above its datasheet
+# Share of the peak that is possible. The peak of a datasheet is at the boost clock, and a cool GPU
+# runs a little above it.
+MOST_OF_PEAK = 1.02
 
 
 class Implausible(ValueError):
-    """A measurement that cannot be what it claims to be."""
+    """Error for a measurement that cannot be right."""
 
 
 def check_clock(
     samples_ms: Sequence[float], wall_ms: float, device: torch.device | str = "cuda"
 ) -> float:
-    """Return the share of the wall clock that the samples add up to.
+    """Return the share of the wall clock that the samples add up to, 1 for all of it.
 
     Args:
         samples_ms: ms of every repetition, without exception.
-        wall_ms: ms of all of them by another clock, between two synchronisations of the device.
+        wall_ms: ms of all repetitions by another clock, between two synchronisations of the device.
         device: device that was timed.
 
     Raises:
         Implausible: less than 90 % on a GPU or 10 % on a CPU (a timer that does not wait for the
-            device), or more than 105 % (one that counts something twice).
+            device), or more than 105 % (a timer that counts something twice).
     """
     covered = sum(samples_ms) / wall_ms if wall_ms > 0 else math.inf
-    if not LEAST_COVERED[torch.device(device).type] <= covered <= MOST_COVERED:
+    min_covered = LEAST_COVERED[torch.device(device).type]
+    if not min_covered <= covered <= MOST_COVERED:
         raise Implausible(
-            f"the timer accounts for {100 * covered:.0f} % of the wall clock: it must wait for the device before it "
-            "reads its clock, and time all of the work once"
+            f"the timer accounts for {100 * covered:.0f} % of the wall clock: it must wait for the "
+            "device before it reads its clock, and time all of the work once"
         )
     return covered
 
@@ -56,6 +60,7 @@ def check_work(loss: Tensor, gradients: Iterable[Tensor | None] | None = None) -
     The loss must be finite, and gradients finite and not all zero.
 
     Args:
+        loss: loss of the step.
         gradients: gradients after backward, None if there was no backward.
 
     Raises:
@@ -71,8 +76,8 @@ def check_work(loss: Tensor, gradients: Iterable[Tensor | None] | None = None) -
     total = math.sqrt(sum(float(norm) ** 2 for norm in norms))
     if not norms or total == 0:
         raise Implausible(
-            "all gradients are zero: this times zeros, which switch fewer transistors and run faster; initialise "
-            "the model and feed it varied data"
+            "all gradients are zero: this times zeros, which switch fewer transistors and run "
+            "faster; initialise the model and feed it varied data"
         )
     if not math.isfinite(total):
         raise Implausible(
@@ -81,11 +86,12 @@ def check_work(loss: Tensor, gradients: Iterable[Tensor | None] | None = None) -
 
 
 def check_speed(flops: float, ms: float, peak: float | None) -> float | None:
-    """Return the share of the device's peak that was reached; None without a known peak.
+    """Return the share of the device's peak that was reached. None if the peak is not known.
 
     Args:
-        flops: least number of operations that the work takes.
-        peak: FLOP/s, from `distlab.hardware.peak_flops`.
+        flops: minimum number of operations that the work takes.
+        ms: ms that it took.
+        peak: FLOP/s of the device, from `distlab.hardware.peak_flops`. None if it is not known.
 
     Raises:
         Implausible: faster than the device can be.
@@ -95,8 +101,8 @@ def check_speed(flops: float, ms: float, peak: float | None) -> float | None:
     share = flops / (ms / 1e3) / peak
     if share > MOST_OF_PEAK:
         raise Implausible(
-            f"{flops:.3g} FLOPs in {ms:.4g} ms are {100 * share:.0f} % of the device's peak: the clock did not wait "
-            "for the device, or the work was not done"
+            f"{flops:.3g} FLOPs in {ms:.4g} ms are {100 * share:.0f} % of the device's peak: the "
+            "clock did not wait for the device, or the work was not done"
         )
     return share
 
@@ -104,16 +110,16 @@ def check_speed(flops: float, ms: float, peak: float | None) -> float | None:
 def attempt(measure: Callable[[], dict[str, object]]) -> dict[str, object]:
     """Return the metrics of `measure()` with `status` "ok".
 
-    If it raises, return only a status: "OOM" or the first line of the error.
-
-    Warnings are silenced: a torch backend that refuses a call warns once for every reason it has.
+    If it raises, return only a status: "OOM" or the first line of the error, up to 100 characters.
     """
     try:
         with warnings.catch_warnings():
+            # A torch backend that refuses a call warns once for each of its reasons.
             warnings.simplefilter("ignore")
             return {"status": "ok"} | measure()
     except Exception as error:
         if is_out_of_memory(error):
             return {"status": "OOM"}
-        reason = str(error).strip().splitlines()
-        return {"status": f"{type(error).__name__}: {reason[0][:100] if reason else ''}"}
+        lines = str(error).strip().splitlines()
+        first_line = lines[0][:100] if lines else ""
+        return {"status": f"{type(error).__name__}: {first_line}"}

@@ -1,1 +1,10 @@
-"""The profiler's trace: how it is written and read, and what its intervals say about a step."""
+"""Traces of torch.profiler: write and read them, and account for the time of a step.
+
+Read the files in this order:
+
+- `capture`: records a trace with named steps, and reads a trace file into `Event`s.
+- `intervals`: union, intersection and difference of time intervals.
+- `account`: finds the steps in the events, and divides a step into compute, exposed communication,
+  copies and idle time.
+- `kernels`: lists the kernels of a step by phase and by kind of work.
+"""

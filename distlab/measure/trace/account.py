@@ -1,19 +1,26 @@
-"""Parts of a step, and the causes of its overhead over a step without communication.
+"""Account for the time of a step, and for its overhead over a step without communication.
 
-The parts add up to the step, and the causes to the overhead.
+**A step.** Every moment of a step belongs to exactly one part. It is the first of these that
+applies, so the parts add up to the step:
 
-Every moment of a step belongs to one part, the first that applies: the optimizer's compute, other
-compute, communication that no compute covers, a copy, or nothing. The parts of two steps differ by
-as much as the steps do:
+1. compute: at least one kernel runs (`StepAccount.optimizer_ms` is the optimizer's part of it);
+2. exposed communication: a collective runs, and no kernel covers it;
+3. copies: only a copy runs;
+4. idle: nothing runs.
+
+**An overhead.** Two steps differ by as much as their parts differ, so these causes add up to the
+difference of the two profiled steps:
 
     overhead = exposed communication + slow-down of compute + copies + optimizer + idle
 
-*Slow-down* is the extra time of the same kernels (operators, on a CPU) in the step that
-communicates, because communication uses the same cores and memory. Kernels that run more or less
-often than without communication are extra work and count as *copies*: gradients packed into
-buckets, scaled, unpacked. *Optimizer* is 0 except for strategies that shard it, where it is
-negative. All this is measured under the profiler. Compared with the step times of the benchmark,
-the part that stays unexplained is an error of the measurement.
+- *Slow-down* is the extra time of the same kernels (operators, on a CPU) in the step that
+  communicates, because communication uses the same cores and memory.
+- *Copies* contain extra work: kernels that run more or less often than without communication.
+  Examples are gradients packed into buckets, scaled and unpacked.
+- *Optimizer* is 0 except for strategies that shard the optimizer. For these it is negative.
+
+**An account closes** if the causes, measured under the profiler, explain the overhead that the
+benchmark measured without a profiler. The rest is an error of the measurement (`closes`).
 """
 
 import itertools
@@ -24,23 +31,23 @@ from dataclasses import dataclass
 from distlab.measure.trace.capture import NEXT, OPTIMIZER, PHASES, STEP, Event
 from distlab.measure.trace.intervals import Interval, intersect, subtract, total
 
-KINDS = ("compute", "communication", "copy")
-
 
 @dataclass(frozen=True)
 class StepAccount:
-    """One step of one rank in ms: compute, exposed communication, copies and idle time sum to it.
+    """Time of one step of one rank, in ms, by part.
+
+    Compute, exposed communication, copies and idle time add up to the step.
 
     Attributes:
         step_ms: ms of the step.
         compute_ms: ms in which at least one kernel (operator, on a CPU) computed.
-        optimizer_ms: ms of that which belong to the optimizer.
+        optimizer_ms: ms of `compute_ms` that belong to the optimizer.
         comm_ms: ms in which communication ran.
-        exposed_ms: ms of that in which no compute ran. Copies do not cover communication.
-        overlap_pct: share of ``comm_ms`` that compute covers, in %. None without communication.
-        copy_ms: ms of copies during which neither ran.
+        exposed_ms: ms of `comm_ms` in which no compute ran. Copies do not cover communication.
+        overlap_pct: share of `comm_ms` that compute covers, in %. None without communication.
+        copy_ms: ms of copies during which neither compute nor communication ran.
         idle_ms: ms in which nothing ran.
-        kernels: name → (count, ms in sum) of the compute outside of the optimizer.
+        kernels: name → (number of calls, sum of their ms), for compute outside of the optimizer.
     """
 
     step_ms: float
@@ -54,60 +61,153 @@ class StepAccount:
     kernels: dict[str, tuple[int, float]]
 
 
+def account(events: Sequence[Event], window: Interval | None = None) -> StepAccount:
+    """Account for every millisecond of ``window``, by default the median step.
+
+    Raises:
+        ValueError: an empty window, or no window and no ``distlab:step`` in the trace.
+    """
+    if window is None:
+        window = median_step(events)
+    begin, end = window
+    if begin >= end:
+        raise ValueError(f"the window {window} is empty")
+
+    optimizer_events, other_events = _split_by_optimizer(events)
+    compute = _inside(events, "compute", window)
+    comm = _inside(events, "communication", window)
+    copies = _inside(events, "copy", window)
+    # The parts are cut in the order of the module's docstring: each is what those before it leave.
+    exposed = subtract(comm, compute)
+    only_copies = subtract(copies, [*compute, *comm])
+    idle = subtract([window], [*compute, *comm, *copies])
+
+    comm_ms = total(comm)
+    exposed_ms = total(exposed)
+    overlap_pct = None
+    if comm_ms:
+        overlap_pct = 100 * (1 - exposed_ms / comm_ms)
+    return StepAccount(
+        step_ms=end - begin,
+        compute_ms=total(compute),
+        optimizer_ms=total(_inside(optimizer_events, "compute", window)),
+        comm_ms=comm_ms,
+        exposed_ms=exposed_ms,
+        overlap_pct=overlap_pct,
+        copy_ms=total(only_copies),
+        idle_ms=total(idle),
+        kernels=_time_by_kernel(other_events, window),
+    )
+
+
+def explain(step: StepAccount, local: StepAccount) -> dict[str, float]:
+    """Return the causes of the extra time of ``step`` over ``local``, in ms.
+
+    The causes add up to the difference of the two profiled steps.
+
+    Args:
+        step: account of a step that communicates.
+        local: account of the same step without communication.
+    """
+    # A kernel that runs equally often in both steps is the same work: more time for it is a
+    # slow-down. A kernel that runs more or less often is extra work of the strategy.
+    extra_work_ms = 0.0
+    for name in step.kernels.keys() | local.kernels.keys():
+        count, ms = step.kernels.get(name, (0, 0.0))
+        local_count, local_ms = local.kernels.get(name, (0, 0.0))
+        if count != local_count:
+            extra_work_ms += ms - local_ms
+    optimizer_ms = step.optimizer_ms - local.optimizer_ms
+    compute_ms = step.compute_ms - local.compute_ms
+    return {
+        "overhead_exposed_ms": step.exposed_ms - local.exposed_ms,
+        "overhead_slowdown_ms": compute_ms - optimizer_ms - extra_work_ms,
+        "overhead_copies_ms": step.copy_ms - local.copy_ms + extra_work_ms,
+        "overhead_optimizer_ms": optimizer_ms,
+        "overhead_idle_ms": step.idle_ms - local.idle_ms,
+    }
+
+
+def closes(unexplained_ms: float, step_ms: float) -> bool:
+    """Return whether an account is accurate enough: within 5 % of the step, or 1 ms.
+
+    Both limits are our choice, not theory. The one in ms is for short steps, of which the
+    profiler's own overhead is a larger share.
+
+    Args:
+        unexplained_ms: ms of overhead without a profiler, less the sum of the causes (`explain`).
+        step_ms: ms of the step without a profiler.
+    """
+    return abs(unexplained_ms) <= max(0.05 * step_ms, 1.0)
+
+
 def step_windows(events: Sequence[Event]) -> list[Interval]:
     """Return the interval of each ``distlab:step``, in order of time.
 
-    It is usually its range. If steps were queued (there is a range ``distlab:next``) on a GPU, the
-    host's ranges are earlier than the work: a step then lasts from its first compute kernel to that
-    of the next.
+    It is usually the range itself. If steps were queued on a GPU (the trace then ends with a range
+    ``distlab:next``), the host's ranges are earlier than the work. A step then lasts from its first
+    compute kernel to that of the next step.
 
     Raises:
         ValueError: there is no such range.
     """
-    return [window for _, window in _steps(events)]
-
-
-def _steps(events: Sequence[Event]) -> list[tuple[Interval, Interval]]:
-    """Return (range on the host, window on the device) of each step."""
-    named = sorted((e for e in events if e.name in (STEP, NEXT)), key=lambda event: event.start_ms)
-    ranges = [(event.start_ms, event.end_ms) for event in named]
-    queued = bool(named) and named[-1].name == NEXT
-    if not ranges or (queued and len(ranges) == 1):
+    markers = [event for event in events if event.name in (STEP, NEXT)]
+    markers.sort(key=lambda event: event.start_ms)
+    queued = bool(markers) and markers[-1].name == NEXT
+    # `distlab:next` only marks where the last step ends.
+    steps = markers[:-1] if queued else markers
+    if not steps:
         raise ValueError(
             f"the trace has no range {STEP!r}: write it with profile_steps, or pass a window"
         )
     kernels = _launched(events)
     if not queued or not kernels:
-        ranges = ranges[: len(ranges) - queued]
-        return [(span, span) for span in ranges]
+        # Each step waited for the device inside its range, or the host itself did the work.
+        return [(step.start_ms, step.end_ms) for step in steps]
+    # Kernels of one stream run in the order of their launch, so the first kernel of the next step
+    # is behind all of this one. Other streams may run ahead.
     main = main_lane(events)
-    begins = [
-        min(
-            (k.start_ms for k in kernels if k.lane == main and start <= k.launched_ms <= end),
-            default=start,
-        )
-        for start, end in ranges
+    main_kernels = [kernel for kernel in kernels if kernel.lane == main]
+    begins = [_first_kernel_ms(main_kernels, marker) for marker in markers]
+    return list(itertools.pairwise(begins))
+
+
+def _first_kernel_ms(kernels: Iterable[Event], marker: Event) -> float:
+    """Return when the first kernel that was launched inside a range of the host began.
+
+    Without such a kernel, return the range's own start.
+
+    Args:
+        kernels: compute kernels of one stream.
+        marker: range ``distlab:step`` or ``distlab:next``.
+    """
+    starts = [
+        kernel.start_ms
+        for kernel in kernels
+        if marker.start_ms <= kernel.launched_ms <= marker.end_ms
     ]
-    return list(zip(ranges, itertools.pairwise(begins), strict=False))
+    return min(starts, default=marker.start_ms)
 
 
 def main_lane(events: Sequence[Event]) -> str | None:
-    """Return the stream of a GPU that computes longest; None without kernels."""
-    busy = Counter()
+    """Return the stream of a GPU that computes longest. None without kernels."""
+    busy_ms = Counter()
     for kernel in _launched(events):
-        busy[kernel.lane] += kernel.end_ms - kernel.start_ms
-    return max(busy, key=busy.get, default=None)
+        busy_ms[kernel.lane] += kernel.end_ms - kernel.start_ms
+    return max(busy_ms, key=busy_ms.get, default=None)
 
 
 def _launched(events: Sequence[Event]) -> list[Event]:
-    """Compute kernels of a GPU whose launch is in the trace."""
+    """Return the compute kernels of a GPU whose launch is in the trace."""
     return [event for event in events if event.kind == "compute" and event.launched_ms is not None]
 
 
 def nearest_step(events: Sequence[Event], step_ms: float) -> Interval:
-    """Return the window of the step with the duration nearest to `step_ms`.
+    """Return the window of the step whose duration is nearest to `step_ms`.
 
-    That is the median of steps without a profiler.
+    Args:
+        events: events of a trace.
+        step_ms: ms of a step, usually the median of steps without a profiler.
     """
     return min(step_windows(events), key=lambda window: abs(window[1] - window[0] - step_ms))
 
@@ -118,115 +218,85 @@ def median_step(events: Sequence[Event]) -> Interval:
     return windows[(len(windows) - 1) // 2]
 
 
-def account(events: Sequence[Event], window: Interval | None = None) -> StepAccount:
-    """Account for every millisecond of ``window``, by default the median step.
-
-    Raises:
-        ValueError: an empty window, or no window and no ``distlab:step`` in the trace.
-    """
-    window = median_step(events) if window is None else window
-    if window[0] >= window[1]:
-        raise ValueError(f"the window {window} is empty")
-    updates = [(e.start_ms, e.end_ms) for e in events if e.name == OPTIMIZER]
-    updating, others = [], []
-    for event in (e for e in events if e.kind == "compute"):
-        (
-            updating if any(start <= event.on_host_ms < end for start, end in updates) else others
-        ).append(event)
-    kernels = {}  # name → (how often, ms)
-    for event in others:
-        if window[0] <= event.start_ms < window[1]:
-            count, ms = kernels.get(event.name, (0, 0.0))
-            kernels[event.name] = count + 1, ms + event.end_ms - event.start_ms
-    compute, comm, copies = (_inside(events, kind, window) for kind in KINDS)
-    comm_ms, exposed_ms = total(comm), total(subtract(comm, compute))
-    idle = subtract([window], [*compute, *comm, *copies])
-    return StepAccount(
-        step_ms=window[1] - window[0],
-        compute_ms=total(compute),
-        optimizer_ms=total(_inside(updating, "compute", window)),
-        comm_ms=comm_ms,
-        exposed_ms=exposed_ms,
-        overlap_pct=100 * (1 - exposed_ms / comm_ms) if comm_ms else None,
-        copy_ms=total(subtract(copies, [*compute, *comm])),
-        idle_ms=total(idle),
-        kernels=kernels,
-    )
-
-
 def lanes(events: Sequence[Event], window: Interval | None = None) -> dict[str, list[Interval]]:
     """Return the lanes of a timeline picture of `window`, by default the median step.
 
     Times start at 0 ms.
 
-    Returns ``compute``, ``copies``, ``communication`` and ``exposed`` (communication that no
-    compute covers), each disjoint and ascending.
+    Returns:
+        ``compute``, ``copies``, ``communication`` and ``exposed`` (communication that no compute
+        covers), each with disjoint intervals in ascending order.
     """
-    window = median_step(events) if window is None else window
-    compute, comm, copies = (_inside(events, kind, window) for kind in KINDS)
+    if window is None:
+        window = median_step(events)
+    compute = _inside(events, "compute", window)
+    comm = _inside(events, "communication", window)
     found = {
         "compute": compute,
-        "copies": copies,
+        "copies": _inside(events, "copy", window),
         "communication": comm,
         "exposed": subtract(comm, compute),
     }
     begin, _ = window
-    return {
-        lane: [(start - begin, end - begin) for start, end in spans]
-        for lane, spans in found.items()
-    }
+    shifted = {}
+    for lane, spans in found.items():
+        shifted[lane] = [(start - begin, end - begin) for start, end in spans]
+    return shifted
 
 
 def phase_starts(events: Sequence[Event], window: Interval) -> dict[str, float]:
     """Return when each phase of a step begins to compute, in ms from the start of `window`.
 
-    A kernel belongs to the phase in which the host launched it, so on a GPU a phase begins with its
-    first kernel and not when the host gets there. A phase without compute is left out.
+    A kernel belongs to the phase in which the host launched it. So on a GPU a phase begins with its
+    first kernel, and not when the host reaches it. A phase without compute is left out.
     """
     begin, end = window
+    in_window = [e for e in events if e.kind == "compute" and begin <= e.start_ms < end]
     found = {}
     for phase in PHASES:
-        ranges = [(e.start_ms, e.end_ms) for e in events if e.name == f"distlab:{phase}"]
-        starts = [
-            event.start_ms - begin
-            for event in events
-            if event.kind == "compute"
-            and begin <= event.start_ms < end
-            and any(first <= event.on_host_ms < last for first, last in ranges)
-        ]
+        ranges = _ranges_named(events, f"distlab:{phase}")
+        starts = [event.start_ms for event in in_window if _begun_in(event, ranges)]
         if starts:
-            found[phase] = min(starts)
+            found[phase] = min(starts) - begin
     return found
 
 
+def _split_by_optimizer(events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
+    """Split the compute events into those of the optimizer and all others."""
+    ranges = _ranges_named(events, OPTIMIZER)
+    optimizer_events, other_events = [], []
+    for event in events:
+        if event.kind != "compute":
+            continue
+        if _begun_in(event, ranges):
+            optimizer_events.append(event)
+        else:
+            other_events.append(event)
+    return optimizer_events, other_events
+
+
+def _ranges_named(events: Iterable[Event], name: str) -> list[Interval]:
+    """Return the intervals on the host of all ranges with this name."""
+    return [(event.start_ms, event.end_ms) for event in events if event.name == name]
+
+
+def _begun_in(event: Event, ranges: Iterable[Interval]) -> bool:
+    """Return whether the host started or launched an event inside one of these ranges."""
+    return any(start <= event.on_host_ms < end for start, end in ranges)
+
+
+def _time_by_kernel(events: Iterable[Event], window: Interval) -> dict[str, tuple[int, float]]:
+    """Return name → (number of calls, sum of their ms) of the events that begin in `window`."""
+    begin, end = window
+    kernels = {}
+    for event in events:
+        if begin <= event.start_ms < end:
+            count, ms = kernels.get(event.name, (0, 0.0))
+            kernels[event.name] = (count + 1, ms + event.end_ms - event.start_ms)
+    return kernels
+
+
 def _inside(events: Iterable[Event], kind: str, window: Interval) -> list[Interval]:
-    return intersect(
-        ((event.start_ms, event.end_ms) for event in events if event.kind == kind), [window]
-    )
-
-
-def explain(step: StepAccount, local: StepAccount) -> dict[str, float]:
-    """Return the causes of the extra time of ``step`` over ``local``, in ms.
-
-    ``local`` is the same step without communication. The causes sum to the difference of the two
-    profiled steps.
-    """
-    extra = 0.0
-    for name in step.kernels.keys() | local.kernels.keys():
-        count, ms = step.kernels.get(name, (0, 0.0))
-        count_local, ms_local = local.kernels.get(name, (0, 0.0))
-        if count != count_local:
-            extra += ms - ms_local
-    optimizer_ms = step.optimizer_ms - local.optimizer_ms
-    return {
-        "overhead_exposed_ms": step.exposed_ms - local.exposed_ms,
-        "overhead_slowdown_ms": step.compute_ms - local.compute_ms - optimizer_ms - extra,
-        "overhead_copies_ms": step.copy_ms - local.copy_ms + extra,
-        "overhead_optimizer_ms": optimizer_ms,
-        "overhead_idle_ms": step.idle_ms - local.idle_ms,
-    }
-
-
-def closes(unexplained_ms: float, step_ms: float) -> bool:
-    """Return whether an account is accurate enough: within 5 % of the step, or 1 ms."""
-    return abs(unexplained_ms) <= max(0.05 * step_ms, 1.0)
+    """Return the times in `window` at which at least one event of this kind runs."""
+    spans = [(event.start_ms, event.end_ms) for event in events if event.kind == kind]
+    return intersect(spans, [window])

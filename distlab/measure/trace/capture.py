@@ -1,23 +1,26 @@
-"""The profiler's trace: when did each kernel and each collective run.
+"""Traces of torch.profiler: when each kernel and each collective of a step ran.
 
-`profile_steps` writes a Chrome/Perfetto trace per rank; `load_trace` reads it (or any other file of
-torch.profiler) into `Event`s of four kinds:
+`profile_steps` writes a Chrome/Perfetto trace per rank. `load_trace` reads it (or any other file of
+torch.profiler) into `Event`s. An event is one interval on one lane, and has one of four kinds:
 
 ``communication``
-    Kernels with ``nccl`` in their name, copies between GPUs and the barriers around them, and
-    gloo's ``gloo:*`` intervals. A gloo interval (measured: torch 2.13, six 16 MB all-reduces in
-    flight on two ranks) begins when one of the process group's two worker threads *starts
-    executing* the collective, not when it is enqueued: the third of six began when the first had
-    ended, and the intervals of one thread never overlap. It ends with the collective. So up to two
-    overlap, which share the wire, and the busy time is the union of the intervals, not their sum
-    (170 against 334 ms there). Like an NCCL kernel, an interval contains waiting for a peer that
-    comes late: 117 instead of 15 ms when the peer slept for 100 ms.
+    On a GPU, kernels with ``nccl`` in their name, copies between GPUs and the barriers around them.
+    On a CPU, gloo's ``gloo:*`` intervals. They need care when they are read (measured with torch
+    2.13: six 16 MB all-reduces in flight on two ranks):
+
+    - An interval begins when one of the process group's two worker threads *starts executing* the
+      collective, not when it is enqueued. The third of six began when the first had ended, and the
+      intervals of one thread never overlap.
+    - An interval ends with the collective. So up to two overlap, and share the wire. The busy time
+      is the union of the intervals, not their sum (170 against 334 ms there).
+    - Like an NCCL kernel, an interval contains waiting for a rank that comes late: 117 instead of
+      15 ms when the other rank slept for 100 ms.
 ``compute``
-    On a GPU every other kernel. Without GPU kernels in the trace: ``aten::`` operators, the C++
-    nodes of autograd (``AddmmBackward0``) and compiled graphs, by wall clock. Not what runs inside
-    a ``c10d`` operator or on gloo's threads, and not the rest of autograd's ``evaluate_function``
-    range: Python hooks run inside that, and a hook that waits for a collective would count as
-    compute that covers it.
+    On a GPU, every other kernel. In a trace without GPU kernels: ``aten::`` operators, the C++
+    nodes of autograd (``AddmmBackward0``) and compiled graphs, by wall clock. Operators inside a
+    ``c10d`` operator or on gloo's threads do not count. Neither does the rest of autograd's
+    ``evaluate_function`` range: Python hooks run inside it, and a hook that waits for a collective
+    would count as compute that covers this collective.
 ``copy``
     ``gpu_memcpy`` and ``gpu_memset``.
 ``range``
@@ -45,23 +48,30 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from distlab.files import AnyPath, atomic_path
 from distlab.measure.clock import Call, Device, synchronize
-from distlab.measure.trace.intervals import total, union
+from distlab.measure.trace.intervals import total
 
 STEP = "distlab:step"
 OPTIMIZER = "distlab:optimizer"
 NEXT = "distlab:next"
 PHASES = ("forward", "backward", "optimizer")
-Entry = dict[str, Any]  # of a trace file
+Entry = dict[str, Any]  # one event of a trace file, or the whole file, as JSON
+# `PtoP` are copies between GPUs, `barrier_kernel` the barriers around them.
 _GPU_COMMUNICATION = re.compile(r"nccl|PtoP|barrier_kernel", re.IGNORECASE)
 _CPU_COMPUTE = re.compile(r"aten::|\w+Backward\d+$|## Call CompiledFxGraph")
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # torch.profiler's categories of work on a GPU
+# Metadata events whose argument is what a viewer shows for a process: event → argument.
+_PROCESS_TITLES = {"process_name": "name", "process_labels": "labels"}
+_GZIP_MAGIC = b"\x1f\x8b"  # first two bytes of every gzip file (RFC 1952)
 
 
 class Event(NamedTuple):
     """One interval on one lane. Times are in ms since the earliest event of its trace.
 
     Attributes:
+        name: name of the kernel, operator, collective or range in the trace.
         kind: ``communication``, ``compute``, ``copy`` or ``range``.
         lane: a GPU stream or a CPU thread.
+        start_ms, end_ms: ms at which it began and ended on its lane.
         launched_ms: ms at which the host launched work on a GPU. None elsewhere.
         operator: innermost operator that launched work on a GPU (``aten::mm``). None elsewhere, and
             if operators were not recorded.
@@ -77,11 +87,14 @@ class Event(NamedTuple):
 
     @property
     def on_host_ms(self) -> float:
-        """Time in ms at which the host started it.
+        """Time in ms at which the host started or launched it.
 
-        Work on a GPU may run when the host is already in the next phase.
+        It tells to which phase an event belongs: work on a GPU may run when the host is already in
+        the next phase.
         """
-        return self.start_ms if self.launched_ms is None else self.launched_ms
+        if self.launched_ms is None:
+            return self.start_ms
+        return self.launched_ms
 
 
 def activities_on(device: Device) -> list[ProfilerActivity]:
@@ -102,26 +115,25 @@ def recording_trace(device: Device, memory: bool = False) -> Iterator[profile]:
         device: CUDA activities are recorded if it is a CUDA device.
         memory: record each allocation.
     """
-    with profile(
-        activities=activities_on(device), profile_memory=memory, acc_events=True
-    ) as profiler:
-        # `acc_events` spares torch 2.11's warning about cleared events. At the end it would also
-        # parse all events into Python objects, which takes longer than the steps did. A trace that
-        # is only written needs none of them.
+    activities = activities_on(device)
+    # `acc_events=True` avoids a warning of torch 2.11 about cleared events.
+    with profile(activities=activities, profile_memory=memory, acc_events=True) as profiler:
+        # At the end, `acc_events` would also parse all events into Python objects, which takes
+        # longer than the steps did. A trace that is only written needs none of them.
         profiler.profiler.acc_events = False
         yield profiler
 
 
 class _RangesOnly(autograd_profiler.profile):
-    """Profiler of torch without host operators, which double the host's time.
+    """torch's profiler without operators of the host, because recording them doubles its time.
 
     Ranges, launches and the GPU's work are recorded.
     """
 
     def _start_trace(self) -> None:
-        autograd_profiler._enable_profiler(
-            self.config(), self.kineto_activities, {RecordScope.USER_SCOPE}
-        )
+        # torch's own method passes no scopes, which means all of them.
+        scopes = {RecordScope.USER_SCOPE}
+        autograd_profiler._enable_profiler(self.config(), self.kineto_activities, scopes)
 
 
 def profile_steps(
@@ -139,32 +151,37 @@ def profile_steps(
 ) -> None:
     """Run ``step()`` under torch.profiler and write this rank's trace, atomically.
 
-    Each profiled step is a range ``distlab:step`` that begins and ends with an idle device, so that
-    all work that it started is inside the range, on every stream. The ranges ``distlab:warmup``
+    Each profiled step is a range ``distlab:step`` that begins and ends with an idle device. So all
+    work that the step started is inside the range, on every stream. The ranges ``distlab:warmup``
     before it contain the profiler's own start-up.
 
-    With ``queued`` steps follow each other as in training, without waiting for the device in
-    between: the host runs ahead, and what one step leaves in flight is hidden by the next. On a GPU
-    one more step follows in a range ``distlab:next``, and `account.step_windows` finds on the
-    device where each step begins; on a CPU the host does the work, and nothing changes.
+    With ``queued``, steps follow each other as in training, without waiting for the device in
+    between. The host runs ahead, and the next step hides what a step leaves in flight. On a GPU one
+    more step follows in a range ``distlab:next``, and `account.step_windows` finds on the device
+    where each step begins. On a CPU the host does the work, so nothing changes.
 
     Args:
         step: function of one training step, called ``warmup + steps`` times (one more if queued on
             a GPU). Every rank must do so together.
+        steps: number of profiled steps.
         path: path of the JSON file, gzipped if it ends in ``.gz``. Process names and ids in it
             carry the rank, so that the files of several ranks can be opened together. Host name and
             paths are left out.
+        rank: rank of this process, written into the file.
+        world_size: number of ranks, written into the file.
         device: device. CUDA activities are recorded on a CUDA device.
+        warmup: number of steps before the profiled ones.
         finish: function that is called after the last step, before the recording ends. It must wait
             for what a step leaves in flight. A gloo collective that outlives its recording crashes
             the process.
+        queued: True to let the steps follow each other without waiting for the device.
         operators: True to record the host's operators also on a GPU. Recording makes the host
             slower, which can delay the steps.
 
     Raises:
         ValueError: no ``steps`` or a negative ``warmup``.
-        OSError: ``path`` cannot be written; what ``step`` raises passes through. Nothing is left at
-            ``path``.
+        OSError: ``path`` cannot be written.
+        Exception: any exception of ``step``. Nothing is left at ``path``.
     """
     if steps < 1 or warmup < 0:
         raise ValueError(
@@ -175,41 +192,45 @@ def profile_steps(
         recording = recording_trace(device)
     else:
         recording = _RangesOnly(use_kineto=True, use_device="cuda")
+    range_names = ["distlab:warmup"] * warmup + [STEP] * steps
+    if queued and on_cuda:
+        range_names.append(NEXT)
     with recording as profiler:
         synchronize(device)
-        for name in ["distlab:warmup"] * warmup + [STEP] * steps + [NEXT] * (queued and on_cuda):
+        for name in range_names:
             with record_function(name):
                 step()
                 if not queued:
                     synchronize(device)
         finish()
         synchronize(device)
-    path, backend = Path(path), dist.get_backend() if dist.is_initialized() else None
+    path = Path(path)
+    backend = dist.get_backend() if dist.is_initialized() else None
     with tempfile.NamedTemporaryFile(suffix=".json") as raw, atomic_path(path) as temporary:
         profiler.export_chrome_trace(raw.name)
         trace = json.loads(Path(raw.name).read_text(encoding="utf-8", errors="replace"))
-        data = json.dumps(
-            _with_rank(trace, rank, world_size, backend), separators=(",", ":")
-        ).encode()
-        temporary.write_bytes(
-            gzip.compress(data, compresslevel=5, mtime=0) if path.suffix == ".gz" else data
-        )
+        trace = _with_rank(trace, rank, world_size, backend)
+        data = json.dumps(trace, separators=(",", ":")).encode()
+        if path.suffix == ".gz":
+            data = gzip.compress(data, compresslevel=5, mtime=0)
+        temporary.write_bytes(data)
 
 
 def busy_ms(step: Call) -> tuple[float, float]:
-    """Return the ms per step in which a GPU works, and the kernels and copies that a step starts.
+    """Return the ms per step in which a GPU works, and the number of kernels and copies per step.
 
-    Kernels take equally long while the host is slow, or slowed down by the profiler. Compared with
-    the time of a step without a profiler, this says for how long the GPU waits. `step` must be
-    warm.
+    Kernels take equally long while the host is slow, or slowed down by the profiler. So the time of
+    a step without a profiler, less this time, is how long the GPU waits. `step` must be warm.
     """
-    events = _on_device(step, 2)
-    spans = union((e.time_range.start, e.time_range.end) for e in events)
-    return total(spans) / 1e3 / 2, len(events) / 2
+    steps = 2
+    events = _on_device(step, steps)
+    # torch's times are in µs. Kernels of several streams overlap, and count once.
+    busy_us = total((event.time_range.start, event.time_range.end) for event in events)
+    return busy_us / 1e3 / steps, len(events) / steps
 
 
 class CompiledCalls(NamedTuple):
-    """Dynamo's part in one step.
+    """Number of compiled graphs that ran in one step, and of those that Dynamo looked for.
 
     Attributes:
         regions: number of times that a compiled graph ran.
@@ -225,39 +246,43 @@ def compiled_calls(step: Call, finish: Call = lambda: None) -> CompiledCalls:
     """Run `step()` once under the profiler and count the compiled graphs that ran.
 
     Args:
-        step: one training step, warm. Afterwards it runs as before: the profiler changes nothing
-            for Dynamo.
-        finish: called after the step, before the recording ends; see `profile_steps`.
+        step: function of one training step, warm. Afterwards it runs as before: the profiler
+            changes nothing for Dynamo.
+        finish: function that is called after the step, before the recording ends, as in
+            `profile_steps`.
     """
     with profile(activities=activities_on("cpu"), acc_events=True) as profiler:
         step()
         finish()
     names = Counter(event.name for event in profiler.events())
-    regions = sum(
-        count for name, count in names.items() if name.startswith("Torch-Compiled Region")
-    )
-    return CompiledCalls(regions, names["TorchDynamo Cache Lookup"])
+    regions = 0
+    for name, count in names.items():
+        # The name goes on with the number of the graph.
+        if name.startswith("Torch-Compiled Region"):
+            regions += count
+    return CompiledCalls(regions=regions, lookups=names["TorchDynamo Cache Lookup"])
 
 
 def launched(call: Call) -> Counter[str]:
-    """Name → how often: the kernels and copies that one call, warm, starts on a GPU."""
+    """Return name → count of the kernels and copies that one call, warm, starts on a GPU."""
     return Counter(event.name for event in _on_device(call, 1))
 
 
 def _on_device(call: Call, times: int) -> list[Any]:
+    """Return torch's events of the work on a GPU that `times` calls start."""
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(times):
             call()
         torch.cuda.synchronize()
-    return [
-        event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
+    cuda = torch.autograd.DeviceType.CUDA
+    return [event for event in profiler.events() if event.device_type == cuda]
 
 
 class Phases:
     """Ranges ``distlab:forward``, ``distlab:backward``, ``distlab:optimizer`` from a step's marks.
 
-    A mark says which phase ends, as those of `clock.PhaseTimer` do, so the same step serves both::
+    A mark says which phase ends, like the marks of `clock.PhaseTimer`. So the same step works with
+    both::
 
         phases = Phases()
         with phases.step():  # the first phase begins with the step
@@ -267,11 +292,11 @@ class Phases:
     """
 
     def __init__(self) -> None:
-        self._open = ExitStack()
+        self._open = ExitStack()  # holds the range of the current phase, or nothing
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Mark a step. Its first phase begins now, its last ends with a mark or with the step."""
+        """Begin the first phase now. The last phase ends with a mark or with the step."""
         with self._open:
             self._open.enter_context(record_function(f"distlab:{PHASES[0]}"))
             yield
@@ -285,22 +310,25 @@ class Phases:
 
 
 def _with_rank(trace: Entry, rank: int, world_size: int, backend: str | None) -> Entry:
-    """The trace with rank information and without what tells of the machine it ran on."""
+    """Add the rank to a trace, and remove the names of the machine and the folder it ran in."""
     for private in ("host_name", "traceName"):
         trace.pop(private, None)
+    # torch writes `distributedInfo` itself if it knows it. Its values win.
     known = {"backend": backend, "rank": rank, "world_size": world_size}
-    # which torch writes where it knows them
     trace["distributedInfo"] = known | trace.get("distributedInfo", {})
     for event in trace["traceEvents"]:
-        if (pid := event.get("pid")) is not None:
-            # Ranks on two hosts, or in two containers, may have the same process id. Linux ids end
-            # at 2**22.
-            event["pid"] = (
-                pid + rank * 10_000_000 if isinstance(pid, int) else f"{pid} (rank {rank})"
-            )
-        named = {"process_name": "name", "process_labels": "labels"}.get(event.get("name"))
-        if event.get("ph") == "M" and named:
-            event["args"][named] = f"rank {rank}: {event['args'].get(named, '')}"
+        pid = event.get("pid")
+        # Ranks on two hosts, or in two containers, may have the same process id. Linux ids end at
+        # 2**22 (4.2 million), so 10 million more per rank keep them apart.
+        if isinstance(pid, int):
+            event["pid"] = pid + rank * 10_000_000
+        elif pid is not None:
+            event["pid"] = f"{pid} (rank {rank})"
+        # ph "M" are metadata events.
+        if event.get("ph") == "M" and event.get("name") in _PROCESS_TITLES:
+            argument = _PROCESS_TITLES[event["name"]]
+            title = event["args"].get(argument, "")
+            event["args"][argument] = f"rank {rank}: {title}"
     return trace
 
 
@@ -310,7 +338,9 @@ def read_trace_file(path: AnyPath) -> Any:
     Raises OSError, and the errors of gzip and json for a truncated file.
     """
     data = Path(path).read_bytes()
-    return json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    if data.startswith(_GZIP_MAGIC):
+        data = gzip.decompress(data)
+    return json.loads(data)
 
 
 def load_trace(path: AnyPath) -> list[Event]:
@@ -320,7 +350,7 @@ def load_trace(path: AnyPath) -> list[Event]:
 
     Raises:
         OSError: the file cannot be opened.
-        ValueError: it is truncated, or another tool wrote it; the message names the path.
+        ValueError: it is truncated, or another tool wrote it. The message names the path.
     """
     try:
         trace = read_trace_file(path)
@@ -328,12 +358,15 @@ def load_trace(path: AnyPath) -> list[Event]:
         raise ValueError(
             f"{path} is truncated or is not a trace ({error}): profile again"
         ) from None
-    raw = trace.get("traceEvents") if isinstance(trace, dict) and "schemaVersion" in trace else None
+    raw = None
+    if isinstance(trace, dict) and "schemaVersion" in trace:
+        raw = trace.get("traceEvents")
     if not isinstance(raw, list):
         raise ValueError(
             f"{path} was not written by torch.profiler: no schemaVersion or no traceEvents in it"
         )
     try:
+        # ph "X" are complete events, which have a start `ts` and a duration `dur`.
         return _events([entry for entry in raw if entry.get("ph") == "X" and "cat" in entry])
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -341,60 +374,73 @@ def load_trace(path: AnyPath) -> list[Event]:
         ) from None
 
 
-_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-
-
 def _events(spans: list[Entry]) -> list[Event]:
-    """Return every complete event of one of the four kinds, by start (times in µs).
+    """Return the events of one of the four kinds, by start.
 
     Events inside another of the same lane and kind are left out, except ranges.
+
+    Args:
+        spans: complete events of a trace file. Their times are in µs.
     """
     origin = min((span["ts"] for span in spans), default=0.0)
     gpu_trace = any(span["cat"] == "kernel" for span in spans)
-    launches = {
-        _argument(s, "correlation"): s["ts"]
-        for s in spans
-        if s["cat"] in ("cuda_runtime", "cuda_driver")
-    }
-    operators = {_argument(s, "External id"): s["name"] for s in spans if s["cat"] == "cpu_op"}
-    gloo_threads = {span["tid"] for span in spans if span["name"].startswith("gloo:")}
+    launches = {}  # correlation → µs at which the host launched the work
+    operators = {}  # external id → name of the operator
+    gloo_threads = set()
+    for span in spans:
+        if span["cat"] in ("cuda_runtime", "cuda_driver"):
+            launches[_argument(span, "correlation")] = span["ts"]
+        if span["cat"] == "cpu_op":
+            operators[_argument(span, "External id")] = span["name"]
+        if span["name"].startswith("gloo:"):
+            gloo_threads.add(span["tid"])
+
     events = []
-    reach = {}  # lane and kind → end of the last event
+    last_end = {}  # (lane, kind) → µs at which the last event kept ends
+    # By start, and the longest first: then an outer event comes before those inside it.
     for span in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
-        start, end = span["ts"], span["ts"] + span["dur"]
-        on_gpu, kind = span["cat"] in _ON_GPU, _kind(span)
-        lane = f"{'stream' if on_gpu else 'thread'} {span['tid']}"
-        covered = end <= reach.get((lane, kind), -math.inf)
-        if kind == "compute" and not on_gpu:
-            covered |= (
-                gpu_trace
-                or span["tid"] in gloo_threads
-                or end <= reach.get((lane, "c10d"), -math.inf)
-            )
-        if kind is None or (covered and kind != "range"):
+        kind = _kind(span)
+        if kind is None:
             continue
-        reach[lane, kind] = end
-        if kind != "c10d":
-            launched = launches.get(_argument(span, "correlation")) if on_gpu else None
-            events.append(
-                Event(
-                    span["name"],
-                    kind,
-                    lane,
-                    (start - origin) / 1e3,
-                    (end - origin) / 1e3,
-                    None if launched is None else (launched - origin) / 1e3,
-                    operators.get(_argument(span, "External id")) if on_gpu else None,
-                )
-            )
+        on_gpu = span["cat"] in _ON_GPU
+        lane = f"stream {span['tid']}" if on_gpu else f"thread {span['tid']}"
+        start = span["ts"]
+        end = start + span["dur"]
+        nested = end <= last_end.get((lane, kind), -math.inf)
+        if nested and kind != "range":
+            continue
+        if kind == "compute" and not on_gpu:
+            in_c10d = end <= last_end.get((lane, "c10d"), -math.inf)
+            # With a GPU, operators only launch the work. On gloo's threads and in c10d operators
+            # they belong to the communication.
+            if gpu_trace or span["tid"] in gloo_threads or in_c10d:
+                continue
+        last_end[lane, kind] = end
+        if kind == "c10d":
+            continue  # only noted, to find the operators inside it
+        launched = None
+        operator = None
+        if on_gpu:
+            launched = launches.get(_argument(span, "correlation"))
+            operator = operators.get(_argument(span, "External id"))
+        event = Event(
+            name=span["name"],
+            kind=kind,
+            lane=lane,
+            start_ms=(start - origin) / 1e3,
+            end_ms=(end - origin) / 1e3,
+            launched_ms=None if launched is None else (launched - origin) / 1e3,
+            operator=operator,
+        )
+        events.append(event)
     return events
 
 
 def _argument(span: Entry, name: str) -> int | None:
     """Return an argument of an event.
 
-    `correlation` ties work on the GPU to the call that launched it, `External id` to the call's
-    operator.
+    `correlation` ties work on the GPU to the call that launched it, `External id` to the operator
+    that made this call.
     """
     return span.get("args", {}).get(name)
 
@@ -404,13 +450,18 @@ def _kind(span: Entry) -> str | None:
 
     It is `c10d` for operators in which nothing counts as compute, and None for events to leave out.
     """
-    on_gpu, name = span["cat"] in _ON_GPU, span["name"]
-    if _GPU_COMMUNICATION.search(name) if on_gpu else name.startswith("gloo:"):
+    category, name = span["cat"], span["name"]
+    if category in _ON_GPU:
+        # The name decides before the category: a copy between GPUs is also a `gpu_memcpy`.
+        if _GPU_COMMUNICATION.search(name):
+            return "communication"
+        return "compute" if category == "kernel" else "copy"
+    if name.startswith("gloo:"):
         return "communication"
-    if on_gpu:
-        return "compute" if span["cat"] == "kernel" else "copy"
-    if span["cat"] == "user_annotation" and name.startswith("distlab:"):
+    if category == "user_annotation" and name.startswith("distlab:"):
         return "range"
     if name.startswith("c10d::"):
         return "c10d"
-    return "compute" if _CPU_COMPUTE.match(name) else None
+    if _CPU_COMPUTE.match(name):
+        return "compute"
+    return None

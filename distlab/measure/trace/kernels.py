@@ -1,14 +1,16 @@
 """Summary of a profile: time of each kernel, by phase and by kind of work.
 
-Reads the events of a trace (`capture.load_trace`), so a summary can be made again from the file. On
-a GPU the kernels are those of the device, by the phase in which the host launched them; without
-one, the operators.
+It reads the events of a trace (`capture.load_trace`), so a summary can be made again from the file.
+On a GPU the kernels are those of the device, by the phase in which the host launched them. Without
+a GPU they are the operators.
 
-The kind of work of an operator or a kernel is told by its name.
+`category` tells the kind of work by name. Names come from four sources:
 
-The names come from four worlds: operators (``aten::mm``), nodes of autograd (``MmBackward0``),
-kernels of libraries (``nvjet_…``, ``cunn_SoftMaxForward``) and kernels of Triton, whose own names
-say little (``forward_kernel``): those are told by the operator that launched them.
+- operators (``aten::mm``);
+- nodes of autograd (``MmBackward0``);
+- kernels of libraries (``nvjet_…``, ``cunn_SoftMaxForward``);
+- kernels of Triton. Their own names say little (``forward_kernel``), so the operator that launched
+  them decides.
 """
 
 import functools
@@ -22,7 +24,20 @@ from distlab.measure.trace.account import step_windows
 from distlab.measure.trace.capture import PHASES, Event
 from distlab.measure.trace.intervals import intersect, total
 
-OUTSIDE = "outside"  # of the three, such as zeroing gradients
+OUTSIDE = "outside"  # phase of work outside of the three phases, such as zeroing gradients
+OTHER = "other"  # category of work that no pattern matches
+CATEGORIES = (
+    "matrix products",
+    "attention",
+    "softmax",
+    "normalisation",
+    "element-wise",
+    "loss",
+    "casts and copies",
+    "communication",
+    "optimizer",
+    OTHER,
+)
 
 
 @dataclass(frozen=True)
@@ -46,14 +61,14 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Profile:
-    """A trace in figures, each per step.
+    """Summary of a trace, as averages per step.
 
     Attributes:
-        steps: recorded.
-        step_ms: median length of a step under the profiler.
-        kernel_ms: sum of all kernels' times; more than `busy_ms` where some run at once.
-        busy_ms: time in which at least one kernel ran.
-        kernels: the one with the most time first.
+        steps: number of recorded steps.
+        step_ms: median ms of a step under the profiler.
+        kernel_ms: ms of all kernels in sum. It is more than `busy_ms` if some run at once.
+        busy_ms: ms in which at least one kernel ran.
+        kernels: kernels, the one with the most time first.
     """
 
     steps: int
@@ -76,26 +91,31 @@ def summarise(events: Sequence[Event]) -> Profile:
     windows = step_windows(events)
     phases = [e for e in events if e.kind == "range" and e.name.removeprefix("distlab:") in PHASES]
     phases.sort(key=lambda event: event.start_ms)
-    times = defaultdict(list)  # (name, category, phase) → ms of each call
+    durations = defaultdict(list)  # (name, category, phase) → ms of each call
     busy = []
     for event in events:
         inside = any(start <= event.start_ms and event.end_ms <= end for start, end in windows)
         if event.kind == "range" or not inside:
             continue
-        kind = (
-            "communication"
-            if event.kind == "communication"
-            else category(event.name, event.operator)
-        )
-        names = (
-            p.name.removeprefix("distlab:")
-            for p in phases
-            if p.start_ms <= event.on_host_ms <= p.end_ms
-        )
-        times[event.name, kind, next(names, OUTSIDE)].append(event.end_ms - event.start_ms)
+        if event.kind == "communication":
+            work = "communication"
+        else:
+            work = category(event.name, event.operator)
+        phase = _phase_of(event, phases)
+        durations[event.name, work, phase].append(event.end_ms - event.start_ms)
         busy.append((event.start_ms, event.end_ms))
+
     steps = len(windows)
-    kernels = [Kernel(*key, len(spent) / steps, sum(spent) / steps) for key, spent in times.items()]
+    kernels = []
+    for (name, work, phase), calls_ms in durations.items():
+        kernel = Kernel(
+            name=name,
+            category=work,
+            phase=phase,
+            count=len(calls_ms) / steps,
+            ms=sum(calls_ms) / steps,
+        )
+        kernels.append(kernel)
     return Profile(
         steps=steps,
         step_ms=statistics.median(end - start for start, end in windows),
@@ -105,8 +125,24 @@ def summarise(events: Sequence[Event]) -> Profile:
     )
 
 
-# In this order; the first pattern that is found decides. `mm` must not be found inside a longer
-# word.
+def _phase_of(event: Event, phases: Sequence[Event]) -> str:
+    """Return the phase in which the host started or launched an event.
+
+    Args:
+        event: kernel, operator or copy.
+        phases: ranges of all phases of all steps, by start.
+    """
+    for phase in phases:
+        # The GPU may run the event later, when the host is already in the next phase.
+        if phase.start_ms <= event.on_host_ms <= phase.end_ms:
+            return phase.name.removeprefix("distlab:")
+    return OUTSIDE
+
+
+# (category, regular expression of names in lower case). They are tried in this order, and the first
+# that is found decides. The order matters: `cunn_softmaxforward<… logsoftmaxforwardepilogue>` is a
+# loss and not a softmax, and `fused_rms_norm_add` is a normalisation and not an addition.
+# `(?<![a-z])` and `(?![a-z])` keep short words such as `mm` from being found in longer ones.
 _PATTERNS = (
     ("communication", r"nccl|gloo|c10d"),
     ("optimizer", r"adam|sgd|multi_?tensor|foreach|clip_grad"),
@@ -116,36 +152,30 @@ _PATTERNS = (
     ("normalisation", r"(rms|layer|group|batch)_?norm|gammabeta|rmsnorm"),
     (
         "matrix products",
-        r"(?<![a-z])(add)?b?a?(add)?b?mm(?![a-z])|(add|b)?mm_?backward|matmul|linear|gem[mv]|nvjet"
-        r"|cutlass|xmma|cublas|split_?k",
+        # mm, bmm, addmm, baddbmm and addbmm
+        r"(?<![a-z])(add)?b?a?(add)?b?mm(?![a-z])|(add|b)?mm_?backward"
+        # Other operators, and the kernels of cuBLAS and CUTLASS
+        r"|matmul|linear|gem[mv]|nvjet|cutlass|xmma|cublas|split_?k",
     ),
     (
         "element-wise",
-        r"triton_(poi|red|per)|swiglu|silu|gelu|sigmoid|rope|"
-        r"(?<![a-z])(add|sub|mul|div|neg|pow|exp|log|sqrt|rsqrt|reciprocal|where|masked_?fill|dropout|sum|"
-        r"mean|tanh|cos|sin|abs|maximum|minimum|ones_like|zeros_like|fill|zero)_?(backward|(?![a-z]))",
+        # Kernels that Inductor generates: pointwise, reduction, persistent reduction
+        r"triton_(poi|red|per)"
+        r"|swiglu|silu|gelu|sigmoid|rope"
+        # Operators, alone or as a node of autograd
+        r"|(?<![a-z])(add|sub|mul|div|neg|pow|exp|log|sqrt|rsqrt|reciprocal|where|masked_?fill"
+        r"|dropout|sum|mean|tanh|cos|sin|abs|maximum|minimum|ones_like|zeros_like|fill|zero)"
+        r"_?(backward|(?![a-z]))",
     ),
     (
         "casts and copies",
-        r"copy|::to$|clone|contiguous|mem(cpy|set)|catarray|::cat$|catbackward|split\w*backward|"
-        r"roll|stack|unbind|reshape|::index_put",
+        r"copy|::to$|clone|contiguous|mem(cpy|set)|catarray|::cat$|catbackward|split\w*backward"
+        r"|roll|stack|unbind|reshape|::index_put",
     ),
+    # ATen's generic kernels, after those of copies, which carry `elementwise` in their names
     ("element-wise", r"element_?wise|reduce_kernel"),
 )
 _COMPILED = [(name, re.compile(pattern)) for name, pattern in _PATTERNS]
-OTHER = "other"
-CATEGORIES = (
-    "matrix products",
-    "attention",
-    "softmax",
-    "normalisation",
-    "element-wise",
-    "loss",
-    "casts and copies",
-    "communication",
-    "optimizer",
-    OTHER,
-)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -160,9 +190,11 @@ def category(name: str, operator: str | None = None) -> str:
         operator: name of the operator that launched a kernel. It decides if it is informative.
     """
     for text in (operator, name):
-        for kind, pattern in _COMPILED if text else ():
+        if not text:
+            continue
+        for work, pattern in _COMPILED:
             if pattern.search(text.lower()):
-                return kind
+                return work
     return OTHER
 
 
