@@ -286,21 +286,25 @@ def added_in_fp32(name: str, gradient: Tensor, group: Any) -> None:
 
 
 def overlapped(module: nn.Module, group: Any) -> Any:
-    """Divide and send in a hook of each gradient, wait in finish: right with one backward per step."""
+    """Send in a hook of each gradient, wait and divide in finish: right with one backward per step.
+
+    A second backward sends the first one's sum again, which is wrong however fast messages are.
+    """
     broadcast(module, group)
-    works = []
+    works: dict[nn.Parameter, Any] = {}
 
     def send(parameter: nn.Parameter) -> None:
-        parameter.grad /= group.size()
-        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+        works[parameter] = dist.all_reduce(parameter.grad, group=group, async_op=True)
 
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(send)
 
     def finish() -> None:
-        while works:
-            works.pop().wait()
+        for parameter, work in works.items():
+            work.wait()
+            parameter.grad /= group.size()
+        works.clear()
 
     return module, finish
 
