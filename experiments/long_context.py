@@ -203,10 +203,15 @@ def one_round(
     try:
         return time_round(config, context, record, run, number)
     except Exception as error:
-        failed = {"failure": _first_line(error)}
-        if "status" not in record.metrics:
-            failed |= {"status": "failed", "step_p50_ms": "failed"}
-        return failed
+        return failure_of(record, error)
+
+
+def failure_of(record: Record, error: Exception) -> Metrics:
+    """Return the metrics of a row that failed. One that was timed before keeps its times."""
+    failure: Metrics = {"failure": _first_line(error)}
+    if "status" not in record.metrics:
+        failure |= {"status": "failed", "step_p50_ms": "failed"}
+    return failure
 
 
 def _first_line(error: Exception) -> str:

@@ -22,11 +22,10 @@ from distlab.hardware import H100_SXM, lookup
 from distlab.report import (
     FASTER,
     SLOWER,
-    Ratio,
     grouped,
     is_number,
     prediction_error,
-    row_of,
+    ratio_metrics,
     verdict_of,
     why_unclear,
     with_interval,
@@ -249,7 +248,6 @@ FORMS = {
     "compile": "fused by Inductor",
     "ours": "fused, ours",
 }
-OVER_INDUCTOR = Ratio("over_inductor", row_of("compile"), "time")
 
 
 def accounting(
@@ -342,10 +340,8 @@ def _form_rows(
                 metrics[f"predicted_over_{baseline}"] = ratio
         found[label] = metrics
     if "ours" in rows and "compile" in rows:
-        # The ratio and the two ends of its interval, or the ratio alone, or nothing.
-        ratio = OVER_INDUCTOR.of(rows["ours"], rows["compile"]) or ()
-        for end, value in zip(("", "_low", "_high"), ratio, strict=False):
-            found[FORMS["ours"]][f"{OVER_INDUCTOR.name}{end}"] = value
+        ratio = ratio_metrics("over_inductor", rows["ours"], rows["compile"], "time")
+        found[FORMS["ours"]].update(ratio)
     return list(found.items())
 
 
@@ -421,7 +417,7 @@ def _verdict(rows: Sequence[Record]) -> str:
         )
     return _compared(
         ours,
-        ratio=OVER_INDUCTOR.name,
+        ratio="over_inductor",
         what="our time over Inductor's",
         if_faster="a kernel of one's own pays",
         if_slower="leave it to Inductor",

@@ -107,7 +107,7 @@ def findings_follow_intervals(seed):
             empty.metrics | {"status": "ok"} | noise.metrics("wall", "fwd_bwd_device", "fwd_device")
         )
         records.append(dataclasses.replace(empty, metrics=metrics))
-    sweep.compare(records)
+    records = sweep.compare(records)
     peers = records[:3]
     sides = {record.variant: side_of_one(record.metrics, "ours_over_wall") for record in peers}
     lines = sweep.EXPERIMENT.view.findings(records)
@@ -138,15 +138,13 @@ def test_the_fastest_peer_is_none_of_ours_and_was_timed():
     rows = {variant: row(variant) for variant in (*ms, "flex")}
     for variant, time in ms.items():
         rows[variant].metrics["fwd_bwd_device_p50_ms"] = time
-    sweep.compare([rows["ours"], rows["flex"]])
-    assert "peer" not in rows["ours"].metrics
-    sweep.compare([*rows.values()])
-    found = rows["ours"].metrics
-    assert (found["peer"], found["peer_ms"], found["ours_over_peer"]) == ("sdpa", 2.0, 0.5)
-    assert (
-        rows["naive"].metrics["ours_over_device"] == 0.25
-        and "ours_over_device" not in rows["flex"].metrics
-    )
+    ours, _ = sweep.compare([rows["ours"], rows["flex"]])
+    assert "peer" not in ours.metrics
+    found = {record.variant: record.metrics for record in sweep.compare(list(rows.values()))}
+    ours = found["ours"]
+    assert (ours["peer"], ours["peer_ms"], ours["ours_over_peer"]) == ("sdpa", 2.0, 0.5)
+    assert found["naive"]["ours_over_device"] == 0.25
+    assert "ours_over_device" not in found["flex"]
 
 
 @pytest.mark.gpu

@@ -12,8 +12,8 @@ from experiments.long_context import (
     EXPERIMENT,
     ROWS,
     LongContextConfig,
-    attempted,
     compare,
+    failure_of,
     predicted,
     worth_timing,
     wrong_rows,
@@ -95,7 +95,7 @@ def test_rows_are_held_against_the_fastest_of_torchs():
             ("fsdp2 qkv", 10.0, 2.1),
         )
     ]
-    compare(rows)
+    rows = compare(rows)
     assert [round(r.metrics["vs_peer"], 2) for r in rows] == [0.9, 1.2, 1.0]
     assert wrong_rows(rows) == ["fsdp2 qkv: its loss differs by 5.0 % from that of fsdp"]
 
@@ -132,14 +132,9 @@ def test_what_cannot_fit_by_its_plan_is_not_tried():
 
 
 def test_what_fails_beside_the_measurement_is_said():
-    def fail():
-        raise RuntimeError("no such kernel\nsecond line")
-
-    peer, timed = row("fsdp2 qkv"), row("fsdp", status="ok", step_p50_ms=5.0)
-    for each in (peer, timed):
-        attempted(fail, each)
-    assert (
-        peer.metrics["status"] == peer.metrics["step_p50_ms"] == "failed"
-        and timed.metrics["status"] == "ok"
-    )
+    error = RuntimeError("no such kernel\nsecond line")
+    new, timed = row("fsdp2 qkv"), row("fsdp2 block", status="ok", step_p50_ms=5.0)
+    peer = new.with_metrics(failure_of(new, error))
+    assert peer.metrics["status"] == peer.metrics["step_p50_ms"] == "failed"
+    assert timed.with_metrics(failure_of(timed, error)).metrics["status"] == "ok"
     assert wrong_rows([peer]) == ["fsdp2 qkv: RuntimeError: no such kernel"]
