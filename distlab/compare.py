@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distlab.measure.statistics import (
+from distlab.measure.interleaved import (
     MIN_PAIRS,
     Ratio,
     own_noise_floor,

@@ -36,7 +36,7 @@ from distlab.checkpoint.lock import RunLock, hold
 from distlab.comm import RankContext, RankEnvironment
 from distlab.comm.context import LONGEST_TIMEOUT_S
 from distlab.comm.rank_process import Progress, on_main
-from distlab.measure.statistics import MIN_PAIRS
+from distlab.measure.interleaved import MIN_PAIRS
 from distlab.options import (
     Options,
     add_options,

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import RankContext, rank_context
-from distlab.measure.statistics import paired_ratio, percentiles
+from distlab.measure.interleaved import paired_ratio, percentiles
 
 # as in ddp_bench's preset
 HOST = {"d_model": 64, "d_ff": 64, "heads": 2, "vocab": 64, "context": 16}

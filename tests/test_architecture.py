@@ -28,7 +28,7 @@ ALLOWED = {
     **dict.fromkeys(("files", "options", "precision", "hardware", "text"), ""),
     "cli_errors": "text",
     "comm": "",
-    "report": "measure.statistics",
+    "report": "measure.interleaved",
     "model": "",
     "parallel": "comm",
     "measure": "comm",
@@ -41,7 +41,7 @@ ALLOWED = {
     "check": "bench train parallel comm",
     "runs": "report",
     "compare": "runs report measure",
-    "experiment": "checkpoint.lock comm measure.statistics report runs",
+    "experiment": "checkpoint.lock comm measure.interleaved report runs",
 }
 ANYTHING = ("testing", "course", "doctor")
 OF_ONE_MODULE = {  # may know more than the rest of its package

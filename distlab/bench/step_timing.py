@@ -23,7 +23,7 @@ from distlab.bench.trial import CompiledRun, Trial
 from distlab.bench.variant import BenchOptions, Variant
 from distlab.comm import RankContext, collectives
 from distlab.measure import PhaseTimer, peak_memory, percentile_metrics, slowest_rank
-from distlab.measure.rounds import interleave, rotated
+from distlab.measure.interleaved import interleave, rotated
 
 T = TypeVar("T")
 Inspect = Callable[[Variant, Trial], None]

@@ -16,6 +16,13 @@ from distlab.measure.clock import (
 )
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.measure.flops import FlopsByCategory
+from distlab.measure.interleaved import (
+    MIN_PAIRS,
+    MIN_SAMPLES,
+    interleave,
+    percentile_metrics,
+    percentiles,
+)
 from distlab.measure.memory import (
     allocated_bytes,
     free_bytes,
@@ -27,13 +34,7 @@ from distlab.measure.memory import (
 )
 from distlab.measure.nvtx import emitter, named_ranges
 from distlab.measure.pace import Pace
-from distlab.measure.rounds import interleave, sample_rounds
-from distlab.measure.statistics import (
-    MIN_PAIRS,
-    MIN_SAMPLES,
-    percentile_metrics,
-    percentiles,
-)
+from distlab.measure.rounds import sample_rounds
 from distlab.measure.trace.account import (
     StepAccount,
     account,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from distlab.measure.statistics import percentile_metrics
+from distlab.measure.interleaved import percentile_metrics
 
 Instant = torch.cuda.Event | float  # a recorded event on a GPU, seconds on a CPU
 Call = Callable[[], object]  # the function to time

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from distlab.measure.statistics import MIN_PAIRS, own_noise_floor, paired_ratio
-from distlab.measure.statistics import Ratio as Measured
+from distlab.measure.interleaved import MIN_PAIRS, own_noise_floor, paired_ratio
+from distlab.measure.interleaved import Ratio as Measured
 from distlab.report.record import Record, Records
 from distlab.report.table import Column, gib_column, is_number, sparse_column
 

@@ -7,7 +7,7 @@ the interval contains 1 or is missing, a sentence says that this run cannot tell
 interval is, and what would help.
 """
 
-from distlab.measure.statistics import Ratio as Measured
+from distlab.measure.interleaved import Ratio as Measured
 from distlab.report.record import Record, Records
 from distlab.report.table import is_number
 

@@ -49,4 +49,4 @@ def smoke(tmp_path_factory):
 @pytest.fixture
 def few_resamples(monkeypatch):
     """Make intervals of 300 resamples, for tests of many runs: sentences and tests see the same ones."""
-    monkeypatch.setattr("distlab.measure.statistics.RESAMPLES", 300)
+    monkeypatch.setattr("distlab.measure.interleaved.RESAMPLES", 300)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from distlab.measure import clock, statistics
+from distlab.measure import clock, interleaved
 from distlab.measure.clock import PhaseTimer, measure, slowest_rank
+from distlab.measure.interleaved import noise_floor, own_noise_floor, paired_ratio, percentiles
 from distlab.measure.memory import peak_memory
-from distlab.measure.statistics import noise_floor, own_noise_floor, paired_ratio, percentiles
 
 
 def test_percentiles_interpolate():
@@ -135,7 +135,7 @@ def test_pairs_cancel_the_drift_that_hits_both():
 
 
 def test_the_interval_covers_the_truth_about_as_often_as_it_says(monkeypatch):
-    monkeypatch.setattr(statistics, "RESAMPLES", 500)
+    monkeypatch.setattr(interleaved, "RESAMPLES", 500)
     rng = np.random.default_rng(0)
     hits = 0
     for _ in range(100):

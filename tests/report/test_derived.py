@@ -64,7 +64,7 @@ def test_a_ratio_of_rows_whose_noise_is_unknown_has_no_interval():
 @pytest.mark.parametrize("pairs", [2, 3, 4, 5, 12])
 def test_equal_rows_are_told_apart_in_about_one_run_of_twenty(pairs, monkeypatch):
     """Of 400 made-up runs: with few pairs also, which no bootstrap serves."""
-    monkeypatch.setattr("distlab.measure.statistics.RESAMPLES", 300)
+    monkeypatch.setattr("distlab.measure.interleaved.RESAMPLES", 300)
     random = Random(pairs)
     told_apart = 0
     for _ in range(400):

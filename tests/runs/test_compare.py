@@ -17,7 +17,7 @@ from distlab.compare import (
     undecided,
     worse_by,
 )
-from distlab.measure.statistics import percentiles
+from distlab.measure.interleaved import percentiles
 from distlab.report import Record, write_json
 from launch.__main__ import main
 from launch.runs import judged
