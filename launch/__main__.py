@@ -12,6 +12,7 @@ Without installing, the same is `python -m launch`.
     distlab tables [--check]                      redraw the tables of the README and the pages from records/
     distlab train | sample [options]              train a model; continue a text by a trained one
     distlab check MODEL [--wrap WRAPPER]          are the gradients of your parallel code those of one process?
+    distlab kernel KERNEL --as OPERATION          is your kernel right on inputs that its test does not have?
     distlab doctor                                what this machine has, and what runs on it
     distlab --version                             the version, and the commit of a checkout
 """
@@ -295,6 +296,7 @@ COMMANDS: dict[str, Command] = {
     "train": _of("launch.trainer"),
     "sample": _of("launch.sample"),
     "check": _of("launch.check"),
+    "kernel": _of("launch.kernel"),
     "doctor": _of("distlab.doctor"),
 }
 

@@ -39,6 +39,7 @@ ALLOWED = {
     "bench": "train checkpoint parallel model measure comm",
     "simulate": "train parallel model measure theory comm",
     "check": "bench train parallel comm",
+    "kernel_check": "bench",
     "runs": "report",
     "compare": "runs report measure",
     "experiment": "checkpoint.lock comm measure.interleaved report runs",
@@ -48,6 +49,7 @@ OF_ONE_MODULE = {  # may know more than the rest of its package
     "distlab.model.ops": ("kernels",),
     "distlab.comm.copy_engine": ("kernels.average",),
     "distlab.train.step": ("kernels.adamw",),
+    "distlab.kernel_check.operations": ("kernels.reference",),
     "distlab.train.run": ("distlab.theory.flops",),
     "distlab.train.memory_budget": ("distlab.theory",),
 }

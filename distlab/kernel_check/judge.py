@@ -1,0 +1,408 @@
+"""Judgement of a kernel on one input: its results against float64, and what it did to memory.
+
+A result is right if its error is not much larger than that of torch's own operation in the same
+dtype. The kernel runs twice. The first time its allocations are guarded and full of NaN
+(`guards.py`), which shows writes outside of them and elements that it never writes.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distlab.kernel_check.guards import NAN, GuardedAllocations
+from distlab.kernel_check.hostile import DTYPES, Case, drawn
+from distlab.kernel_check.operations import Operation
+
+# Errors of torch's own operation that a kernel may have. Its order of summation may be better or
+# worse than torch's, and on a GPU exp and division are approximate.
+TIMES_TORCH = 6
+# Times the change of the exact result when each input changes by a rounding of fp32. Kernels compute
+# in fp32, so this much cannot be avoided where the result is sensitive, as with large logits.
+TIMES_CONDITION = 4
+# Roundings of each element that are allowed in any case, in units of the dtype's eps.
+ROUNDINGS = {torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}
+# Error that is allowed relative to the largest element, in units of eps: sums cancel.
+OF_LARGEST = 0.05
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a kernel did with one input.
+
+    Attributes:
+        case: the input.
+        status: `right`, `refused` (it raised an error, which a kernel may for an input that it does
+            not support) or `wrong`.
+        kind: what is wrong, in two or three words. Empty unless it is wrong.
+        detail: sentence with numbers.
+        differs: largest difference between two runs on the same input, 0 for equal bits.
+        has_backward: True if gradients were compared.
+    """
+
+    case: Case
+    status: str
+    kind: str = ""
+    detail: str = ""
+    differs: float = 0.0
+    has_backward: bool = False
+
+
+class Wrong(Exception):
+    """A result that is not what it must be.
+
+    Args:
+        kind: what is wrong, in two or three words.
+        detail: sentence with numbers.
+    """
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(detail)
+        self.kind = kind
+        self.detail = detail
+
+
+def judge(function: Function, operation: Operation, case: Case, device: torch.device) -> Outcome:
+    """Run a kernel on one input and judge what it did.
+
+    Args:
+        function: function of the operation's tensors, or a subclass of `torch.autograd.Function`.
+        operation: operation that it claims to be.
+        case: the input.
+        device: device to run on.
+    """
+    tensors = drawn(case, operation, device)
+    call = call_of(function, operation)
+    expected = Expected(operation, case, tensors)
+    has_backward = False
+    try:
+        # First with guards, which catch what would otherwise destroy memory of others.
+        guarded = guarded_run(call, operation, case, tensors, NAN)
+        has_backward = guarded.has_backward
+        if expected.is_nan_of(guarded):
+            zeroed = guarded_run(call, operation, case, tensors, 0)
+            if not expected.is_nan_of(zeroed):
+                raise Wrong(
+                    "uninitialised memory",
+                    "it returns NaN if the memory that it allocates with torch.empty holds NaN",
+                )
+        found = run(call, operation, case, tensors)
+        expected.compare(found)
+    except Wrong as wrong:
+        return Outcome(case, "wrong", wrong.kind, wrong.detail, has_backward=has_backward)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        return Outcome(case, "refused", "raises", f"{type(error).__name__}: {lines[0][:200]}")
+    return Outcome(case, "right", differs=differences(found, guarded), has_backward=has_backward)
+
+
+def call_of(function: Function, operation: Operation) -> Function:
+    """Return a function of the operation's tensors alone.
+
+    An option such as `is_causal` goes by its name or by `causal`, if the function has such a
+    parameter, else by position.
+    """
+    if isinstance(function, type) and issubclass(function, torch.autograd.Function):
+        parameters: Sequence[str] = ()
+        function = function.apply
+    else:
+        try:
+            parameters = list(inspect.signature(function).parameters)
+        except (TypeError, ValueError):  # for example built-in functions
+            parameters = ()
+    named = {}
+    by_position = []
+    for name, value in operation.options:
+        if name in parameters:
+            named[name] = value
+        elif name.removeprefix("is_") in parameters:
+            named[name.removeprefix("is_")] = value
+        else:
+            by_position.append(value)
+
+    def call(*tensors: Tensor) -> Any:
+        return function(*tensors, *by_position, **named)
+
+    return call
+
+
+@dataclass(frozen=True)
+class Run:
+    """Results of one call, and the gradients of its differentiable arguments."""
+
+    results: tuple[Tensor, ...]
+    gradients: dict[str, Tensor]
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a backward ran."""
+        return bool(self.gradients)
+
+
+def run(call: Function, operation: Operation, case: Case, tensors: Sequence[Tensor]) -> Run:
+    """Call a kernel and, if the case asks for it and the result has a graph, its backward.
+
+    Raises:
+        Wrong: it returned something else than tensors, or changed an input.
+    """
+    before = [_bits_around(tensor).clone() for tensor in tensors]
+    leaves = []
+    for argument, tensor in zip(operation.arguments, tensors, strict=True):
+        wants_gradient = case.upstream is not None and argument.has_gradient
+        leaves.append(tensor.detach().requires_grad_(wants_gradient))
+    results = _as_tuple(call(*leaves))
+    gradients = {}
+    with_graph = [result for result in results if result.requires_grad]
+    if case.upstream is not None and with_graph:
+        upstream = [_upstream(result, case) for result in with_graph]
+        torch.autograd.backward(with_graph, upstream)
+        for argument, leaf in zip(operation.arguments, leaves, strict=True):
+            if argument.has_gradient:
+                gradients[argument.name] = leaf.grad
+    for argument, tensor, bits in zip(operation.arguments, tensors, before, strict=True):
+        if not torch.equal(_bits_around(tensor), bits):
+            raise Wrong("changes an input", f"{argument.name}, or memory next to it, was changed")
+    return Run(tuple(result.detach() for result in results), gradients)
+
+
+def _as_tuple(results: Any) -> tuple[Tensor, ...]:
+    found = results if isinstance(results, tuple | list) else (results,)
+    for result in found:
+        if not isinstance(result, Tensor):
+            raise Wrong("no tensor", f"it returned {type(result).__name__}")
+    return tuple(found)
+
+
+def _bits_around(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor and of the buffer around it."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+
+
+def _upstream(result: Tensor, case: Case) -> Tensor:
+    """Return the gradient that a backward is given, in the layout of the case."""
+    generator = torch.Generator().manual_seed(1000 + case.seed)
+    if case.upstream == "expanded":  # as of `result.sum()`
+        value = torch.randn((), generator=generator).to(result.device, result.dtype)
+        return value.expand(result.shape)
+    values = torch.randn(result.shape, generator=generator).to(result.device, result.dtype)
+    if case.upstream == "transposed" and result.ndim >= 2:
+        return values.mT.contiguous().mT
+    return values
+
+
+def guarded_run(
+    call: Function, operation: Operation, case: Case, tensors: Sequence[Tensor], fill: int
+) -> Run:
+    """Run a kernel whose allocations are guarded.
+
+    Args:
+        fill: value of each byte of memory that is not initialised.
+
+    Raises:
+        Wrong: it wrote outside of its outputs, or as `run`.
+    """
+    with GuardedAllocations(fill) as guard, torch.autograd.set_multithreading_enabled(False):
+        found = run(call, operation, case, tensors)
+    overwritten = guard.overwritten()
+    if overwritten:
+        raise Wrong(
+            "writes outside", f"{overwritten} bytes next to what it allocated were overwritten"
+        )
+    return found
+
+
+class Expected:
+    """Results and gradients that a kernel must return for one input.
+
+    Attributes:
+        exact: those of torch in float64.
+        near: the same for inputs that differ by a rounding of fp32.
+        usual: those of torch in the dtype of the case.
+    """
+
+    def __init__(self, operation: Operation, case: Case, tensors: Sequence[Tensor]) -> None:
+        self.dtype = DTYPES[case.dtype]
+        self.exact = _reference(operation, case, tensors, torch.float64)
+        self.near = _reference(operation, case, tensors, torch.float64, is_rounded=True)
+        self.usual = _reference(operation, case, tensors, self.dtype)
+
+    def is_nan_of(self, found: Run) -> bool:
+        """Return whether some element is NaN that is a number in the exact result."""
+        pairs = list(zip(found.results, self.exact.results, strict=False))
+        for name, gradient in found.gradients.items():
+            if gradient is not None:
+                pairs.append((gradient, self.exact.gradients[name]))
+        return any(_has_new_nan(mine, exact) for mine, exact in pairs)
+
+    def compare(self, found: Run) -> None:
+        """Compare results and gradients with the exact ones.
+
+        Raises:
+            Wrong: a shape, a dtype or a value is not what it must be.
+        """
+        if len(found.results) != len(self.exact.results):
+            raise Wrong(
+                "number of results",
+                f"it returned {len(found.results)}, not {len(self.exact.results)}",
+            )
+        for number, result in enumerate(found.results):
+            name = "result" if len(found.results) == 1 else f"result {number + 1}"
+            if result.dtype != self.dtype and result.ndim:
+                raise Wrong("dtype", f"{name} is {result.dtype}, and the input is {self.dtype}")
+            _compare(
+                name,
+                result,
+                self.exact.results[number],
+                self.near.results[number],
+                self.usual.results[number],
+                self.dtype,
+            )
+        for name, gradient in found.gradients.items():
+            where = f"gradient of {name}"
+            if gradient is None:
+                raise Wrong(where, f"there is no gradient of {name}")
+            _compare(
+                where,
+                gradient,
+                self.exact.gradients[name],
+                self.near.gradients[name],
+                self.usual.gradients[name],
+                self.dtype,
+            )
+
+
+def _has_new_nan(mine: Tensor, exact: Tensor) -> bool:
+    if mine.shape != exact.shape:  # which `compare` reports
+        return False
+    return bool((mine.isnan() & exact.isfinite()).any())
+
+
+def _rounded(tensor: Tensor) -> Tensor:
+    """Return a tensor whose elements are changed by a rounding of fp32, up or down."""
+    signs = torch.randint(2, tensor.shape, generator=torch.Generator().manual_seed(7)) * 2 - 1
+    return tensor * (1 + torch.finfo(torch.float32).eps * signs.to(tensor.device))
+
+
+def _reference(
+    operation: Operation,
+    case: Case,
+    tensors: Sequence[Tensor],
+    dtype: torch.dtype,
+    *,
+    is_rounded: bool = False,
+) -> Run:
+    """Run torch's operation on contiguous copies of the inputs in a dtype.
+
+    Args:
+        is_rounded: True to change each element of the inputs and of the upstream gradient by a
+            rounding of fp32.
+    """
+    leaves = []
+    for argument, tensor in zip(operation.arguments, tensors, strict=True):
+        copy = tensor.detach().contiguous().clone()
+        if copy.is_floating_point():
+            copy = _rounded(copy.to(dtype)) if is_rounded else copy.to(dtype)
+        wants_gradient = case.upstream is not None and argument.has_gradient
+        leaves.append(copy.requires_grad_(wants_gradient))
+    results = _as_tuple(operation.exact(*leaves))
+    gradients = {}
+    if case.upstream is not None:
+        # Drawn in the dtype of the case, so that all runs have the same.
+        upstream = []
+        for result in results:
+            gradient = _upstream(result.detach().to(DTYPES[case.dtype]), case).to(result.dtype)
+            upstream.append(_rounded(gradient) if is_rounded else gradient)
+        torch.autograd.backward(results, upstream)
+        for argument, leaf in zip(operation.arguments, leaves, strict=True):
+            if argument.has_gradient:
+                gradients[argument.name] = leaf.grad
+    return Run(tuple(result.detach() for result in results), gradients)
+
+
+def _compare(
+    name: str, actual: Tensor, exact: Tensor, near: Tensor, usual: Tensor, dtype: torch.dtype
+) -> None:
+    """Compare one tensor with the exact one.
+
+    Args:
+        near: the exact result of inputs that differ by a rounding.
+        usual: torch's own result in the dtype of the case.
+
+    Raises:
+        Wrong: it differs by more than rounding.
+    """
+    if actual.shape != exact.shape:
+        raise Wrong("shape", f"{name} is {tuple(actual.shape)}, not {tuple(exact.shape)}")
+    mine = actual.detach().double()
+    # Where the exact result is not a number, any value is accepted. Where it does not fit the
+    # dtype, so is infinity.
+    fits = exact.isfinite() & (exact.abs() <= torch.finfo(dtype).max)
+    infinite = exact.isinf()
+    if not torch.equal(mine[infinite], exact[infinite]):
+        raise Wrong(name, f"{name} is finite where it must be infinite")
+    if not fits.any():
+        return
+    if not mine[fits].isfinite().all():
+        wrong = int((~mine[fits].isfinite()).sum())
+        raise Wrong(
+            f"{name} is NaN", f"{name}: {wrong} of {mine.numel()} elements are NaN or infinite"
+        )
+    usual_error = _largest((usual.double() - exact).abs()[fits])
+    condition_error = _largest((near - exact).abs()[fits])
+    eps = torch.finfo(dtype).eps
+    largest = exact[fits].abs().max()
+    allowed = (
+        TIMES_TORCH * usual_error
+        + TIMES_CONDITION * condition_error
+        + ROUNDINGS[dtype] * eps * exact.abs()
+        + OF_LARGEST * eps * largest
+        + torch.finfo(dtype).tiny
+    )
+    errors = (mine - exact).abs()
+    too_large = fits & (errors > allowed)
+    if too_large.any():
+        at = int(torch.where(too_large, errors, -1.0).argmax())
+        place = tuple(int(each) for each in torch.unravel_index(torch.tensor(at), exact.shape))
+        raise Wrong(
+            name,
+            f"{name}: {int(too_large.sum())} of {mine.numel()} elements are wrong. At {place} it is "
+            f"{mine.flatten()[at]:.6g}, and exact is {exact.flatten()[at]:.6g} (torch's own error: "
+            f"{usual_error:.1e})",
+        )
+
+
+def _largest(errors: Tensor) -> float:
+    """Return the largest finite error, 0 if there is none."""
+    finite = errors[errors.isfinite()]
+    return finite.max().item() if finite.numel() else 0.0
+
+
+def differences(first: Run, second: Run) -> float:
+    """Return the largest difference between two runs on the same input, 0 for equal bits."""
+    largest = 0.0
+    pairs = list(zip(first.results, second.results, strict=True))
+    for name, gradient in first.gradients.items():
+        pairs.append((gradient, second.gradients[name]))
+    for one, other in pairs:
+        difference = (one.double() - other.double()).abs()
+        largest = max(largest, _largest(difference))
+    return largest
+
+
+def reads_outside(
+    function: Function, operation: Operation, case: Case, device: torch.device
+) -> bool:
+    """Return whether a kernel returns no NaN if the memory next to its inputs is 0."""
+    tensors = drawn(case, operation, device, fill=0.0)
+    expected = Expected(operation, case, tensors)
+    try:
+        found = run(call_of(function, operation), operation, case, tensors)
+    except Exception:
+        return False
+    return not expected.is_nan_of(found)

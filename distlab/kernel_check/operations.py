@@ -1,0 +1,305 @@
+"""Operations that a user's kernel can claim to be: signatures, references, sizes and values.
+
+An operation says which tensors a function of this name takes, what it must return in exact
+arithmetic, and which sizes and values are hard for it. `hostile.py` draws the tensors, and
+`judge.py` compares results. References are torch's own functions where torch has one. They run
+twice: in float64, which is called exact here, and in the dtype of the case, which says how much
+rounding is usual.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import reference
+
+Sizes = dict[str, int]
+Result = Tensor | tuple[Tensor, ...]
+
+IGNORED = -100  # target that counts nowhere, as in torch
+EPS = 1e-5
+
+# Sizes around those of common tiles: one more, one less, one element, and no power of two.
+COLUMNS = (1, 2, 15, 16, 17, 24, 31, 33, 63, 64, 65, 100, 127, 129, 255, 257, 513, 1000)
+ROWS = (1, 2, 3, 5, 16, 17, 33)
+# Layouts of any rank. Functions that take (…, D) also get inputs with more dimensions.
+STRIDED = ("contiguous", "transposed", "sliced", "every second", "expanded")
+LENGTHS = (1, 3, 15, 16, 17, 31, 33, 64, 65, 100)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor that a function takes.
+
+    Attributes:
+        name: name in the signature.
+        shape: names of sizes. The last one is the dimension along which a row is reduced.
+        role: `values` take the values of the case. `weight` is around 1, `small` around 0. `targets`
+            are indices below the size that `of` names. `cosines` and `sines` are rope's tables.
+        of: name of the number of classes, for targets.
+        has_gradient: True if the backward returns its gradient.
+    """
+
+    name: str
+    shape: tuple[str, ...]
+    role: str = "values"
+    of: str = ""
+    has_gradient: bool = True
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation that a kernel can claim to be.
+
+    Attributes:
+        name: name for `--as`.
+        signature: form in which the function is called.
+        about: what it returns.
+        arguments: tensors that it takes, in order.
+        exact: function of the tensors in torch. It runs in float64 and in the dtype of the case.
+        sizes: name of a size → candidates. The first combination of small ones is the plain case.
+        values: kinds of values, see `hostile.VALUES`.
+        is_valid: function that says whether sizes go together.
+        options: name → value that the function is called with by keyword, if it has such a
+            parameter, else by position.
+        layouts: layouts of the arguments with the role `values`, see `hostile.laid_out`.
+    """
+
+    name: str
+    signature: str
+    about: str
+    arguments: tuple[Argument, ...]
+    exact: Callable[..., Result]
+    sizes: dict[str, Sequence[int]]
+    values: tuple[str, ...] = ("normal", "ascending", "mean 1,000", "±50", "tiny", "zeros", "large")
+    is_valid: Callable[[Sizes], bool] = lambda sizes: True
+    options: tuple[tuple[str, Any], ...] = ()
+    layouts: tuple[str, ...] = (*STRIDED, "rank 4")
+
+
+def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, EPS)
+
+
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return F.rms_norm(total, weight.shape, weight, EPS), total
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, EPS)
+
+
+def _softmax(x: Tensor) -> Tensor:
+    return x.softmax(-1)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def _weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
+    return (x * weight).sum(-1)
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets, ignore_index=IGNORED)
+
+
+def _linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(x @ weight.T, targets, ignore_index=IGNORED)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def _causal_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = True) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+def _even_width(sizes: Sizes) -> bool:
+    return sizes["D"] % 2 == 0
+
+
+ROW_SIZES = {"N": ROWS, "D": COLUMNS}
+ATTENTION_SIZES = {"B": (1, 2), "H": (1, 2), "D": (16, 32, 64, 128)}
+LOGITS = ("normal", "ascending", "±50", "−1e5", "−inf", "zeros", "large")
+PRODUCTS = ("normal", "constant", "mean 1,000", "tiny", "zeros")
+X = Argument("x", ("N", "D"))
+WEIGHT = Argument("weight", ("D",), "weight")
+QUERIES = Argument("q", ("B", "H", "T", "D"))
+
+OPERATIONS: dict[str, Operation] = {
+    operation.name: operation
+    for operation in (
+        Operation(
+            name="add",
+            signature="add(x (…, D), y (…, D)) → (…, D)",
+            about="x + y",
+            arguments=(X, Argument("y", ("N", "D"))),
+            exact=reference.add,
+            sizes=ROW_SIZES,
+        ),
+        Operation(
+            name="gelu",
+            signature="gelu(x (…, D)) → (…, D)",
+            about="GeLU with the tanh approximation",
+            arguments=(X,),
+            exact=_gelu,
+            sizes=ROW_SIZES,
+        ),
+        Operation(
+            name="swiglu",
+            signature="swiglu(gate (…, D), up (…, D)) → (…, D)",
+            about="silu(gate)·up",
+            arguments=(Argument("gate", ("N", "D")), Argument("up", ("N", "D"))),
+            exact=_swiglu,
+            sizes=ROW_SIZES,
+            values=("normal", "ascending", "±50", "tiny", "zeros"),
+        ),
+        Operation(
+            name="softmax",
+            signature="softmax(x (…, D)) → (…, D)",
+            about="softmax over the last dimension",
+            arguments=(X,),
+            exact=_softmax,
+            sizes=ROW_SIZES,
+            values=LOGITS,
+        ),
+        Operation(
+            name="weighted_sum",
+            signature="weighted_sum(x (…, D), weight (D)) → (…)",
+            about="Σ x·weight over the last dimension",
+            arguments=(X, WEIGHT),
+            exact=_weighted_sum,
+            sizes=ROW_SIZES,
+            values=PRODUCTS,
+        ),
+        Operation(
+            name="layer_norm",
+            signature="layer_norm(x (…, D), weight (D), bias (D)) → (…, D)",
+            about="LayerNorm with eps 1e-5",
+            arguments=(X, WEIGHT, Argument("bias", ("D",), "small")),
+            exact=_layer_norm,
+            sizes=ROW_SIZES,
+        ),
+        Operation(
+            name="rms_norm",
+            signature="rms_norm(x (…, D), weight (D)) → (…, D)",
+            about="RMSNorm with eps 1e-5",
+            arguments=(X, WEIGHT),
+            exact=_rms_norm,
+            sizes=ROW_SIZES,
+        ),
+        Operation(
+            name="add_rms_norm",
+            signature="add_rms_norm(x (…, D), residual (…, D), weight (D)) → (y, s)",
+            about="s = x + residual and y = rms_norm(s)",
+            arguments=(X, Argument("residual", ("N", "D")), WEIGHT),
+            exact=_add_rms_norm,
+            sizes=ROW_SIZES,
+            values=("normal", "ascending", "±50", "tiny", "zeros"),
+        ),
+        Operation(
+            name="rope",
+            signature="rope(x (…, T, D), cos (T, D), sin (T, D)) → (…, T, D)",
+            about="x·cos + roll(x, D/2)·sin: cos of two equal halves, sin of two of opposite sign",
+            arguments=(
+                Argument("x", ("B", "T", "D")),
+                Argument("cos", ("T", "D"), "cosines", has_gradient=False),
+                Argument("sin", ("T", "D"), "sines", has_gradient=False),
+            ),
+            exact=reference.rope,
+            sizes={"B": (1, 3), "T": ROWS, "D": (2, 16, 30, 64, 96, 128)},
+            values=("normal", "mean 1,000", "tiny"),
+            is_valid=_even_width,
+            layouts=STRIDED,
+        ),
+        Operation(
+            name="cross_entropy",
+            signature="cross_entropy(logits (N, V), targets (N)) → ()",
+            about="mean over the targets that are not −100",
+            arguments=(
+                Argument("logits", ("N", "D")),
+                Argument("targets", ("N",), "targets", of="D", has_gradient=False),
+            ),
+            exact=_cross_entropy,
+            sizes=ROW_SIZES,
+            values=("normal", "ascending", "±50", "−1e5", "zeros", "large", "all ignored"),
+            layouts=STRIDED,
+        ),
+        Operation(
+            name="linear_cross_entropy",
+            signature="linear_cross_entropy(x (N, D), weight (V, D), targets (N)) → ()",
+            about="cross_entropy(x @ weight.T, targets)",
+            arguments=(
+                Argument("x", ("N", "D")),
+                Argument("weight", ("V", "D"), "small"),
+                Argument("targets", ("N",), "targets", of="V", has_gradient=False),
+            ),
+            exact=_linear_cross_entropy,
+            sizes={"N": ROWS, "D": (16, 17, 33, 64, 100), "V": (2, 17, 64, 100, 257)},
+            values=("normal", "±50", "zeros", "all ignored"),
+            layouts=STRIDED,
+        ),
+        Operation(
+            name="matmul",
+            signature="matmul(a (M, K), b (K, N)) → (M, N)",
+            about="a @ b",
+            arguments=(Argument("a", ("M", "K")), Argument("b", ("K", "N"))),
+            exact=torch.matmul,
+            sizes={"M": LENGTHS, "K": LENGTHS, "N": LENGTHS},
+            values=PRODUCTS,
+            layouts=STRIDED,
+        ),
+        Operation(
+            name="attention",
+            signature="attention(q (B, H, T, D), k (B, H, S, D), v (B, H, S, D)) → (B, H, T, D)",
+            about="softmax(q kᵀ/√D) v",
+            arguments=(
+                QUERIES,
+                Argument("k", ("B", "H", "S", "D")),
+                Argument("v", ("B", "H", "S", "D")),
+            ),
+            exact=_attention,
+            sizes={**ATTENTION_SIZES, "T": LENGTHS, "S": LENGTHS},
+            values=("normal", "±50", "constant", "zeros", "tiny"),
+            layouts=STRIDED,
+        ),
+        Operation(
+            name="causal_attention",
+            signature="causal_attention(q, k, v, is_causal=True), all (B, H, T, D) → (B, H, T, D)",
+            about="attention in which a query sees the keys up to its own position",
+            arguments=(
+                QUERIES,
+                Argument("k", ("B", "H", "T", "D")),
+                Argument("v", ("B", "H", "T", "D")),
+            ),
+            exact=_causal_attention,
+            sizes={**ATTENTION_SIZES, "T": LENGTHS},
+            values=("normal", "±50", "constant", "zeros", "tiny"),
+            options=(("is_causal", True),),
+            layouts=STRIDED,
+        ),
+    )
+}
+
+
+def operation_of(name: str) -> Operation:
+    """Return an operation by its name.
+
+    Raises:
+        ValueError: there is none of that name. The message lists those that exist.
+    """
+    if name not in OPERATIONS:
+        raise ValueError(f"operation {name!r} is unknown; allowed: {', '.join(OPERATIONS)}")
+    return OPERATIONS[name]

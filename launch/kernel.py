@@ -1,0 +1,107 @@
+"""Is my kernel right, also on inputs that its own test does not have?
+
+    distlab kernel my_kernels:rms_norm --as rms_norm
+    distlab kernel my_kernels:FlashAttention --as causal_attention --seconds 300
+    distlab kernel --list                            # the operations, with their signatures
+
+The function is imported from the working directory first. It is Triton, CUDA or plain torch: a
+function of the operation's tensors, or a subclass of torch.autograd.Function. It runs in a process
+of its own, interpreted where there is no GPU, on sizes around tiles, large means, masked rows,
+strided inputs and gradients, and other dtypes. Results and gradients are compared with float64, and
+errors with those of torch's own operation. An input that it refuses with an error is no mistake.
+
+Exit code 1 when something is wrong. In a test: `distlab.kernel_check.check_kernel`.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from distlab.bench.task import check_name
+from distlab.kernel_check import OPERATIONS
+from distlab.kernel_check.child import Examination, examined
+from distlab.options import SEED, Options, config_from, option, parser_of, unknown
+
+MOST_PRINTED = 2_000  # characters of what the kernel printed that are shown
+
+
+@dataclass(frozen=True)
+class KernelOptions(Options):
+    """Kernel to examine, and how long."""
+
+    kernel: str = option(
+        "", "your kernel: package.module:function, looked up in this folder first", positional=True
+    )
+    operation: str = option("", "operation that it claims to be, see --list", flag="--as")
+    forward: bool = option(False, "examine the forward alone")
+    count: int = option(40, "random inputs, in addition to about 60 chosen ones", least=0)
+    seconds: float = option(120.0, "seconds after which no further input is tried", above=0)
+    case_seconds: float = option(30.0, "seconds for one input", above=0)
+    seed: int = option(0, "seed of the random inputs", **SEED)
+    device: str | None = option(
+        None, "device to run on [cuda if there is a GPU]", choices=("cuda", "cpu")
+    )
+    list: bool = option(False, "list the operations with their signatures")
+    json: bool = option(False, "print only the line of JSON")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of `distlab kernel`."""
+    return parser_of("distlab kernel", __doc__, KernelOptions)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `distlab kernel`. Return the exit code, which is 1 if something is wrong."""
+    options = config_from(KernelOptions, parser().parse_args(arguments))
+    if options.list:
+        for operation in OPERATIONS.values():
+            print(f"{operation.signature}\n    {operation.about}")
+        return 0
+    if not options.kernel:
+        raise ValueError("give your kernel as package.module:function, such as my_kernels:rms_norm")
+    check_name(options.kernel, "distlab kernel")
+    if options.operation not in OPERATIONS:
+        raise ValueError(f"--as {unknown(options.operation, OPERATIONS)}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this machine has no GPU; leave it out, or give cpu")
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    report, printed = examined(
+        Examination(
+            options.kernel,
+            options.operation,
+            not options.forward,
+            options.count,
+            options.seed,
+            options.seconds,
+            device,
+        ),
+        case_s=options.case_seconds,
+        progress=Progress(is_quiet=options.json),
+    )
+    if options.json:
+        print(json.dumps({"kernel": options.kernel, "device": device} | report.to_dict()))
+        return 0 if report.is_right else 1
+    if printed.strip():
+        print(f"{options.kernel} printed:\n{printed[-MOST_PRINTED:].rstrip()}\n")
+    print(f"{options.kernel} {report}")
+    return 0 if report.is_right else 1
+
+
+class Progress:
+    """A line on a terminal's stderr that says which input runs, and is overwritten by the next.
+
+    Args:
+        is_quiet: True to print nothing.
+    """
+
+    def __init__(self, *, is_quiet: bool) -> None:
+        self.is_shown = sys.stderr.isatty() and not is_quiet
+
+    def __call__(self, text: str) -> None:
+        """Show a line."""
+        if self.is_shown:
+            print(f"\r\033[K{text[:99]}", end="", file=sys.stderr, flush=True)

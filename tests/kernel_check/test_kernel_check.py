@@ -1,0 +1,112 @@
+"""A kernel of anyone's against its operation: right ones pass, and each mistake is named."""
+
+import json
+
+import pytest
+import torch
+
+from distlab.kernel_check import OPERATIONS, check_kernel
+from kernels import cross_entropy, layernorm, rmsnorm, rope, softmax, swiglu
+from launch.__main__ import main
+from tests.kernel_check import hostile_kernels
+
+OURS = {
+    "softmax": softmax.softmax,
+    "layer_norm": layernorm.layer_norm,
+    "rms_norm": rmsnorm.rms_norm,
+    "swiglu": swiglu.swiglu,
+    "rope": rope.rope,
+    "cross_entropy": cross_entropy.cross_entropy,
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_torchs_own_operations_are_right(name):
+    report = check_kernel(OPERATIONS[name].exact, name, count=5, device="cpu", seconds=30)
+    assert report.has_backward and not report.refused and report.left == 0
+    if name == "cross_entropy":  # on a CPU torch adds the losses of fp16 in fp16, which overflows
+        assert all("fp16, values −1e5" in found.smallest for found in report.findings.values())
+    else:
+        assert report.is_right, report
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU does not interpret kernels")
+@pytest.mark.parametrize("name", OURS)
+def test_our_kernels_are_right(name):
+    report = check_kernel(OURS[name], name, count=0, device="cpu", seconds=6)
+    assert report.is_right and report.right >= 6, report
+
+
+def test_a_kernel_may_refuse_what_it_does_not_support():
+    report = check_kernel(hostile_kernels.refuses_strides, "rms_norm", count=0, device="cpu")
+    assert report.is_right and report.refused >= 3
+    assert "ValueError: x must be contiguous" in report.refusals
+
+
+def test_a_kernel_may_not_refuse_the_plain_input():
+    report = check_kernel(hostile_kernels.raises, "rms_norm", count=0, device="cpu", seconds=5)
+    assert not report.is_right and list(report.findings) == ["raises"]
+    assert report.findings["raises"].detail == "KeyError: 'no such\\nthing'"
+
+
+@pytest.mark.parametrize(
+    "function, kind",
+    [("changes_its_input", "changes an input"), ("returns_no_tensor", "no tensor")],
+)
+def test_what_a_kernel_must_not_do_is_named(function, kind):
+    report = check_kernel(getattr(hostile_kernels, function), "rms_norm", count=0, device="cpu")
+    assert list(report.findings) == [kind]
+    assert report.findings[kind].smallest == "N=1 D=1, fp32"
+
+
+def examined(function, capsys, *options):
+    """Exit code, and the answer of `distlab kernel` as JSON."""
+    name = f"tests.kernel_check.hostile_kernels:{function}"
+    arguments = [name, "--as", "rms_norm", "--device", "cpu", "--count", "0", "--json", *options]
+    code = main(["kernel", *arguments])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "function, kind, detail",
+    [
+        ("hangs", "does not end", "there is no result after 2 s"),
+        ("exits", "ends the process", "the process ended (exit code 7)"),
+        ("crashes", "ends the process", "the process ended (SIGSEGV)"),
+        ("prints_without_end", "prints", "it printed more than 20 MiB"),
+    ],
+)
+def test_a_kernel_that_hangs_or_dies_costs_its_input_alone(function, kind, detail, capsys):
+    code, answer = examined(function, capsys, "--case-seconds", "2")
+    assert code == 1
+    (finding,) = answer["findings"]
+    assert (finding["kind"], finding["detail"]) == (kind, detail)
+    if function != "prints_without_end":
+        assert finding["smallest"] == "N=3 D=64, fp32" and answer["right"] > 30
+
+
+def test_a_right_kernel_passes_the_command(capsys):
+    code, answer = examined("right", capsys)
+    assert code == 0 and answer["is_right"] and answer["wrong"] == 0 and answer["has_backward"]
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ([], "give your kernel as package.module:function"),
+        (["no_colon", "--as", "rms_norm"], "give package.module:function"),
+        (["a:b"], "--as '' is unknown"),
+        (["a:b", "--as", "rms_nrom"], "did you mean rms_norm?"),
+        (["no_such_module:b", "--as", "rms_norm"], "the import of no_such_module failed"),
+    ],
+)
+def test_a_mistake_in_the_command_is_one_line(arguments, said, capsys):
+    assert main(["kernel", *arguments]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert said in line
+
+
+def test_the_operations_are_listed(capsys):
+    assert main(["kernel", "--list"]) == 0
+    text = capsys.readouterr().out
+    assert all(operation.signature in text for operation in OPERATIONS.values())
