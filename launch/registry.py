@@ -42,8 +42,6 @@ CATALOGUE: dict[str, dict[str, str]] = {
     },
     "scale": {
         "predict": "",
-        "scaling": "",
-        "simulate_scale": "",
     },
     "lessons": {
         "lessons.attention_steps": GPU,

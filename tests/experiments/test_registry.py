@@ -86,7 +86,7 @@ def help_of(monkeypatch, capsys):
 def test_the_short_help_names_options_that_there_are_and_commands_that_run(name, help_of):
     text = help_of("run", name, "--help")
     assert len(text.splitlines()) <= 50 and max(map(len, text.splitlines())) <= 100
-    assert name != "scaling" or "strategies to compare [all]\n" in text
+    assert name != "predict" or "rows of ddp_bench [all]\n" in text
     examples = re.findall(r"^    .*?(distlab run .*?)(?: {2}.*)?$", text, re.MULTILINE)
     for example in examples:
         check(Command(name, example))
