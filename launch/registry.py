@@ -45,7 +45,6 @@ CATALOGUE: dict[str, dict[str, str]] = {
     },
     "lessons": {
         "lessons.attention_steps": GPU,
-        "lessons.calculator": "",
         "lessons.gpu_lessons": GPU,
         "lessons.ir": "",
         "lessons.tutorial_kernels": "",

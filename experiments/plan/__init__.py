@@ -4,6 +4,7 @@
     distlab run plan --model llama-8B --batch 2048 --cluster dgx-h100:1024 --tokens 1e12 --days 30
     distlab run plan --sweep --model xl      # where does each strategy stop scaling?
     distlab run plan --timeline --model 10B  # what does a step on 1,024 ranks look like?
+    distlab run plan gpus                    # also: kernel, block, occupancy and waves
 
 The plan (`fastest.py`) tries every strategy with the micro-batches that divide a rank's share of
 the batch, hybrid sharding with groups of one node and of 2, 4, 8, … nodes, without recomputation,
@@ -24,10 +25,16 @@ its collectives and its memory are what the code does, not what a formula says. 
 times to them.
 
 `question.py` has the options of all three.
+
+A word instead of options is a question about one GPU that arithmetic answers (`arithmetic.py`):
+`gpus` are the peaks and limits of each GPU, `kernel` is the shortest time of a kernel and what
+bounds it, `block` tells which operations of a block belong in one kernel, `occupancy` and `waves`
+tell how blocks fill a GPU. `distlab run plan WORD --help` shows its options.
 """
 
 from distlab.experiment import Experiment, RankContext, Run, View
 
+from .arithmetic import CALCULATIONS, calculate
 from .fastest import VIEW, measure_choices
 from .question import PlanConfig
 from .scaling_sweep import SCALING_VIEW, measure_scaling
@@ -52,6 +59,9 @@ def own_view(config: PlanConfig) -> View:
         return TIMELINE_VIEW
     return EXPERIMENT.view
 
+
+# First word of the command → function of the words that answers, in place of the experiment.
+WORDS = dict.fromkeys(CALCULATIONS, calculate)
 
 EXPERIMENT = Experiment(
     PlanConfig,

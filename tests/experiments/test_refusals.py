@@ -14,12 +14,13 @@ REFUSED = {
     "collectives --nproc 3 --backend gloo --group-sizes 2 4": "group sizes (2, 4) on 3 rank",
     "collectives --nproc 2 --backend gloo --sizes 4096 1000000000000": "give smaller --sizes",
     "attention_steps --quick --length 200 --head-dims 64": "give a multiple of 128",
-    "calculator occupancy --threads 5000 --registers 32": "1 to 1024",
-    "calculator occupancy --threads 128": "occupancy: give registers",
-    "calculator gpus --gpu RTX": "'RTX' is unknown; allowed: A100-40GB, A100",
-    "calculator block --batch -4": "--batch: -4: give a whole number of at least 1",
-    "calculator kernel matmul 3": "matmul has no shape of 1 dimension(s); give three: M, K, N",
-    "calculator kernel rope 3": "rope has no shape of 1 dimension(s); give two or more",
+    "plan occupancy --threads 5000 --registers 32": "1 to 1024",
+    "plan occupancy --threads 128": "occupancy: give registers",
+    "plan gpus --gpu RTX": "'RTX' is unknown; allowed: A100-40GB, A100",
+    "plan block --batch -4": "--batch: -4: give a whole number of at least 1",
+    "plan kernel matmul 3": "matmul has no shape of 1 dimension(s); give three: M, K, N",
+    "plan kernel rope 3": "rope has no shape of 1 dimension(s); give two or more",
+    "plan occupansy": "'occupansy' is unknown (did you mean occupancy?); allowed: gpus, kernel",
     "ddp_bench --nproc 2 --backend gloo --strategies hsdp --shard-size 3": "shard_size=3 does not divide the 2 ranks; "
     "allowed: [1, 2]",
     "ddp_bench --nproc 2 --backend gloo --out /dev/null/results": "pass --out",
@@ -91,9 +92,7 @@ def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(
 def frames():
     """Name → `Experiment` of everything that `distlab run` measures."""
     modules = {name: load(name) for name in experiments()}
-    return {
-        name: module.EXPERIMENT for name, module in modules.items() if hasattr(module, "EXPERIMENT")
-    }
+    return {name: module.EXPERIMENT for name, module in modules.items()}
 
 
 def presets_by_name():
