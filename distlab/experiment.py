@@ -148,7 +148,10 @@ class Experiment(Generic[C]):
         wrong: rows, also of the parts → reasons to end with exit code 1. Those of the run's own rows
             are its first findings.
         may_change: names of options that may differ when a run is resumed.
-        parts: views of the rows that `measure` adds to `run.part(view.name)`.
+        parts: views of the rows that `measure` adds to `run.part(view.name)`, or of the run's own
+            rows in a mode.
+        own_view: configuration → view of the run's own rows, `view` or one of `parts`, for an
+            experiment whose modes have different rows. None: `view`.
     """
 
     config: type[C]
@@ -162,6 +165,7 @@ class Experiment(Generic[C]):
     wrong: Callable[[Records], Sequence[str]] = lambda records: ()
     may_change: Sequence[str] = ()
     parts: Sequence[View] = ()
+    own_view: Callable[[C], View] | None = None
 
     def __post_init__(self) -> None:
         name = self.view.name or self.measure.__module__.rpartition(".")[2]
@@ -342,8 +346,9 @@ class Experiment(Generic[C]):
         Returns it, with the rows that are already there, on every rank.
         """
         where = environment("cpu" if self.ranks == "none" else context.device)
+        view = self.view if self.own_view is None else self.own_view(config)
         header = Header(
-            self.name, plain(asdict(config)), context.world_size, where, commit(default)
+            view.name, plain(asdict(config)), context.world_size, where, commit(default)
         )
         run = on_main(context, lambda: open_run(header, folder, self.may_change))
         run.is_main = context.is_main
@@ -364,7 +369,7 @@ class Experiment(Generic[C]):
         """
         own: Records = ()
         for view, records, page in self._written(run):
-            is_own = view.name == self.name
+            is_own = view.name == run.header.experiment
             say(view, records, page, table=not run.shown, quiet=json_only, line=is_own)
             if is_own:
                 own = records
@@ -389,7 +394,7 @@ class Experiment(Generic[C]):
         Yields (view, records with what the view derives, page) for each.
         """
         parts = {name: part for name, part in run.parts.items() if part.records}
-        for name, rows in {**parts, self.name: run}.items():
+        for name, rows in {**parts, run.header.experiment: run}.items():
             view = self.views()[name]
             records = view.derived(rows.records)
             yield view, records, write(view, records, rows.path)

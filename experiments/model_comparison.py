@@ -308,7 +308,7 @@ VIEW = View(
     reading="÷ compiled is the step over that of torch's operations with compiled blocks, a tie where the 95 % "
     "interval of the paired steps contains 1. Errors are relative, of loss and all gradients of one batch, against "
     "fp32.",
-    prediction="None: see ddp_bench, plan and the calculator for predicted steps.",
+    prediction="None: see ddp_bench and plan for predicted steps.",
 )
 SMOKE = {
     "ways": ("torch", "auto", "torch-compiled"),

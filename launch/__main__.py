@@ -157,8 +157,13 @@ def run(arguments: Arguments) -> int:
         print("distlab run NAME [options]; `distlab list` shows the names", file=sys.stderr)
         return USAGE_ERROR
     module = load(arguments[0])
-    if not hasattr(module, "EXPERIMENT"):  # a calculator, which answers in words
-        return module.main(list(arguments[1:]))
+    # Some questions are answered by arithmetic, and begin with a word: `distlab run plan gpus`.
+    words = getattr(module, "WORDS", {})
+    if words and len(arguments) > 1 and not arguments[1].startswith("-"):
+        word = arguments[1]
+        if word not in words:
+            raise ValueError(unknown(word, words))
+        return words[word](arguments[1:])
     from distlab.comm import RankEnvironment
     from distlab.experiment import lone_context
     from launch.ranks import run_on_ranks
@@ -252,8 +257,7 @@ def maker_of(name: str) -> str:
     """
     # most often the module of that name
     for known in sorted(experiments(), key=lambda each: each != name):
-        module = load(known)
-        if hasattr(module, "EXPERIMENT") and name in module.EXPERIMENT.views():
+        if name in load(known).EXPERIMENT.views():
             return known
     raise ValueError(f"no experiment makes records of {name!r}")
 

@@ -42,12 +42,9 @@ CATALOGUE: dict[str, dict[str, str]] = {
     },
     "scale": {
         "predict": "",
-        "scaling": "",
-        "simulate_scale": "",
     },
     "lessons": {
         "lessons.attention_steps": GPU,
-        "lessons.calculator": "",
         "lessons.gpu_lessons": GPU,
         "lessons.ir": "",
         "lessons.tutorial_kernels": "",

@@ -192,7 +192,7 @@ def refresh_index(out: str | Path) -> None:
 def result_for(records: Records) -> str:
     """Return the result of a run in a few words, as its experiment words it, if it does."""
     name = records[0].experiment if records else ""
-    experiment = getattr(load(name), "EXPERIMENT", None) if name in experiments() else None
+    experiment = load(name).EXPERIMENT if name in experiments() else None
     result = None if experiment is None else experiment.view.result
     return result_of(records) if result is None else result(records)
 
@@ -204,7 +204,7 @@ def defaults_of(record: Record) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=64)
 def _defaults(name: str, on_gpu: bool) -> Mapping[str, Any]:
-    experiment = getattr(load(name), "EXPERIMENT", None) if name in experiments() else None
+    experiment = load(name).EXPERIMENT if name in experiments() else None
     if experiment is None:
         return {}
     return plain(vars(experiment.config(**experiment.preset("", on_gpu))))

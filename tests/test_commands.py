@@ -19,7 +19,7 @@ import torch
 
 from tests.commands import ROOT, environment
 from tests.pages import commands_of, pages
-from tests.test_pages import arguments_of, filled_in
+from tests.test_pages import answers_in_words, arguments_of, filled_in
 
 QUICK = {
     r"^make bench$": "ARGS='--preset smoke'",
@@ -61,7 +61,7 @@ def runnable():
             ours = arguments_of(words)
             if ours in (["show"], ["check"]):
                 continue  # named on a page, not to be run without a file or a model
-            if ours[:1] == ["run"] and ours[1] != "calculator":
+            if ours[:1] == ["run"] and not answers_in_words(ours):
                 restarts = "--max-restarts 1 --name page " if "--max-restarts" in words else ""
                 text = f"python -m launch run {ours[1]} {restarts}--preset smoke"
             else:

@@ -16,6 +16,7 @@ from distlab.report.docs_tables import (
     redrawn,
     table_of,
 )
+from experiments.plan import arithmetic
 from launch import check as check_command
 from launch import runs, sample, trainer
 from launch.__main__ import COMMANDS, view_of
@@ -129,8 +130,9 @@ def check(command):
             except SystemExit as end:
                 assert end.code == 0, where
                 return
-            experiment = getattr(load(ours[1]), "EXPERIMENT", None) if ours[0] == "run" else None
-            if experiment is not None and len(ours) > 2:  # these options are allowed together, too
+            if ours[0] == "run" and len(ours) > 2 and not answers_in_words(ours):
+                # These options are also allowed together.
+                experiment = load(ours[1]).EXPERIMENT
                 chosen = experiment.preset(getattr(args, "preset", None) or "", on_gpu=True)
                 experiment.config(**chosen | given(experiment.config, args))
 
@@ -147,11 +149,16 @@ def arguments_of(words):
     return []
 
 
+def answers_in_words(arguments):
+    """Whether `distlab run` answers by arithmetic, without an experiment: `run plan gpus`."""
+    return arguments[2:] and arguments[2] in getattr(load(arguments[1]), "WORDS", ())
+
+
 def parser_of(arguments):
     if arguments[0] == "run":
-        module = load(arguments[1])
-        experiment = getattr(module, "EXPERIMENT", None)
-        return module.parser() if experiment is None else experiment.parser()
+        if answers_in_words(arguments):
+            return arithmetic.parser()
+        return load(arguments[1]).EXPERIMENT.parser()
     if arguments[0] in ("runs", "compare"):
         return {"runs": runs.runs_parser, "compare": runs.compare_parser}[arguments[0]]()
     if arguments[0] in ("train", "sample", "check"):

@@ -533,7 +533,7 @@ class MachineOptions(ModelChanges):
         if self.attention == "naive":
             raise ValueError(
                 "attention='naive': its time has no closed form; choose sdpa, flash or auto, or run its operators: "
-                "distlab run simulate_scale --attention naive"
+                "distlab run plan --timeline --attention naive"
             )
         return "fused" if self.compile != "off" else None
 

@@ -2,446 +2,66 @@
 
     distlab run plan --model xl --batch 512 --devices h100:64 --link nvlink --tokens 1e11
     distlab run plan --model llama-8B --batch 2048 --cluster dgx-h100:1024 --tokens 1e12 --days 30
+    distlab run plan --sweep --model xl      # where does each strategy stop scaling?
+    distlab run plan --timeline --model 10B  # what does a step on 1,024 ranks look like?
+    distlab run plan gpus                    # also: kernel, block, occupancy and waves
 
-Every strategy is tried with the micro-batches that divide a rank's share of the batch, hybrid
-sharding with groups of one node and of 2, 4, 8, … nodes, without recomputation, with selective and
-with full, in every layout that the model and the cluster allow: data × pipeline × context × tensor,
-tensor within a node, a stage on one node or several. Memory comes from `distlab.theory.memory`,
-time from `distlab.simulate.estimate`, days from the goodput that failures leave: all are
-predictions, at the shares of the datasheets' peaks that a calibrated machine reaches. A test holds
-the first choice against others, simulated.
+The plan (`fastest.py`) tries every strategy with the micro-batches that divide a rank's share of
+the batch, hybrid sharding with groups of one node and of 2, 4, 8, … nodes, without recomputation,
+with selective and with full, in every layout that the model and the cluster allow: data × pipeline
+× context × tensor, tensor within a node, a stage on one node or several. Memory comes from
+`distlab.theory.memory`, time from `distlab.simulate.estimate`, days from the goodput that failures
+leave: all are predictions, at the shares of the datasheets' peaks that a calibrated machine
+reaches. A test holds the first choice against others, simulated.
+
+With `--sweep` (`scaling_sweep.py`) the run predicts each strategy from 1 to 4,096 ranks instead.
+Weak scaling keeps the batch per rank (`--micro-batch`), strong scaling the batch of all ranks
+(`--batch`). Lines are predictions, in closed form. Dots are the records of ddp_bench in
+`--records`, for the same model, context, dtype and device, with p20 to p80 as error bars. To add
+points, run `distlab run ddp_bench --nproc N` for several N and name the files.
+
+With `--timeline` (`step_timeline.py`) each strategy runs on fake ranks and fake tensors instead:
+its collectives and its memory are what the code does, not what a formula says. The timeline puts
+times to them.
+
+`question.py` has the options of all three.
+
+A word instead of options is a question about one GPU that arithmetic answers (`arithmetic.py`):
+`gpus` are the peaks and limits of each GPU, `kernel` is the shortest time of a kernel and what
+bounds it, `block` tells which operations of a block belong in one kernel, `occupancy` and `waves`
+tell how blocks fill a GPU. `distlab run plan WORD --help` shows its options.
 """
 
-import math
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache
-from heapq import heappop, heappush
-from itertools import count
+from distlab.experiment import Experiment, RankContext, Run, View
 
-from distlab.experiment import (
-    Column,
-    Experiment,
-    Metrics,
-    RankContext,
-    Record,
-    Records,
-    Run,
-    View,
-    headline_from,
-)
-from distlab.model import kept_levels
-from distlab.parallel import Layout, get_strategy
-from distlab.report import gib_column, text_column
-from distlab.simulate.choices import (
-    BUCKET_SIZES_MB,
-    MOST_MICRO_BATCHES,
-    Choice,
-    choices,
-    estimated,
-    memory,
-)
-from distlab.simulate.estimate import FP32, host_time
-from distlab.simulate.timeline import Machine, replay
-from distlab.theory.flops import mfu, step_flops
-from distlab.theory.memory.peak import devices_to_fit
-from distlab.theory.memory.recompute import recomputed_flops
-from distlab.theory.reliability import Failures
-from experiments._own_model import simulated
-
+from .arithmetic import CALCULATIONS, calculate
+from .fastest import VIEW, measure_choices
 from .question import PlanConfig
-
-PER_STRATEGY = 2  # of each strategy, group and recomputation, the fastest micro-batches
-# Micro-batches of a series that are timed: those of a pipeline, or the few largest, of which the
-# fastest is one.
-CANDIDATES = max(PER_STRATEGY, MOST_MICRO_BATCHES)
-NOTHING_FITS = {"predicted_step_ms": None, "limited_by": "memory"}
-HOST_SHARE = 0.75  # of a step that the host takes: beyond it a slower one decides
-PARTS = {  # of a step, and the metric of each
-    "compute": "compute",
-    "memory bandwidth": "memory_bandwidth",
-    "overhead of communication": "communication",
-    "waiting for the host": "host",
-    "optimizer": "optimizer",
-}
-STATE_BYTES = 12  # of a checkpoint per parameter: fp32 parameters and AdamW's two moments
-NODE_WRITES = 2e9  # bytes per second of a checkpoint
-RESTART_S = 600.0  # from a failure to the first new step
+from .scaling_sweep import SCALING_VIEW, measure_scaling
+from .step_timeline import TIMELINE_VIEW, measure_timeline
 
 
 def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
-    """One row per choice, those that fit first, fastest first; of each layout its fastest."""
-    machine, (gpu, ranks) = config.machine(), config.fleet()
-    own = {"num_parameters": config.num_parameters(), "world_size": ranks}
-    layouts = config.offered()
-    for number, layout in enumerate(layouts, 1):
-        run.progress(
-            f"layout {number} of {len(layouts)}: {layout if layout.ranks > 1 else 'a model on every rank'}"
-        )
-        for choice, metrics in search(config, layout, machine):
-            row = run.add(
-                str(choice), metrics, **own, **vars(choice) | {"layout": str(choice.layout)}
-            )
-            row.environment["device_name"] = f"{gpu.name}, predicted"
-    run.records.sort(
-        key=lambda r: (
-            not r.metrics["fits"],
-            r.metrics["predicted_step_ms"] or r.metrics["predicted_peak_bytes"],
-        )
-    )
-    run.save()
-
-
-def search(config: PlanConfig, layout: Layout, machine: Machine) -> list[tuple[Choice, Metrics]]:
-    """Return the choices of a layout that become rows, without trying all of them.
-
-    Without a model that ranks share, those are the fastest micro-batches that fit of each way (a
-    strategy with its group and recomputation), else the one fastest choice. A way of which nothing
-    fits is shown by its least memory.
-    """
-    _, ranks = config.fleet()
-
-    @cache
-    def memory_of(choice: Choice) -> Metrics:
-        return _memory(config, choice, ranks)
-
-    def needed(choice: Choice) -> Metrics:
-        # which takes the same at every size
-        return memory_of(replace(choice, bucket_size_mb=BUCKET_SIZES_MB[0]))
-
-    series = _series(config, layout, machine)
-    ways: dict[tuple, list[list[Choice]]] = {}  # one series per size of buckets
-    for choices_of_one in series:
-        first = choices_of_one[0]
-        ways.setdefault((first.strategy, first.group, first.recompute), []).append(choices_of_one)
-
-    if layout.ranks > 1:
-        found = _fastest(config, series, machine, needed)
-        if found is None:  # show the way that comes closest
-            least = min(least_bytes(config, each[0]) for each in series)
-            closest = [each[-1] for each in series if least_bytes(config, each[0]) == least]
-            last = min(closest, key=lambda choice: needed(choice)["predicted_peak_bytes"])
-            return [(last, needed(last) | NOTHING_FITS)]
-        return [(found, needed(found) | _time(config, found, machine))]
-
-    rows = []
-    for way in ways.values():
-        fitting = [choice for each in way for choice in _largest_fitting(each, needed)]
-        timed = [(choice, needed(choice) | _time(config, choice, machine)) for choice in fitting]
-        timed.sort(key=lambda row: row[1]["predicted_step_ms"])
-        last = way[-1][-1]
-        rows.extend(timed[:PER_STRATEGY] or [(last, needed(last) | NOTHING_FITS)])
-    return rows
-
-
-def least_bytes(config: PlanConfig, choice: Choice) -> float:
-    """Return the bytes that a rank needs at least, without a search.
-
-    If parameters are whole, these are parameters and their gradients in fp32.
-    """
-    if get_strategy(choice.strategy).sends == "units":
-        return 0.0
-    shares = choice.layout.tensor * choice.layout.pipeline
-    return 2 * FP32 * config.num_parameters() / shares
-
-
-def _series(config: PlanConfig, layout: Layout, machine: Machine) -> list[list[Choice]]:
-    """Return the choices of a layout in lists that differ only in their micro-batch.
-
-    The largest micro-batch comes first.
-    """
-    _, ranks = config.fleet()
-    nodes = machine.network.devices_per_node
-    recomputation = config.recomputation if config.factory is None else ("none",)
-    strategies = [
-        name
-        for name in config.strategies
-        if config.factory is None or not get_strategy(name).takes_mesh
-    ]
-    found: dict[tuple, list[Choice]] = {}
-    for choice in choices(
-        ranks // (layout.tensor * layout.pipeline),
-        max(1, nodes // layout.tensor),
-        config.batch * layout.ranks // ranks,
-        strategies,
-        recomputation,
-        layout,
-    ):
-        way = (choice.strategy, choice.group, choice.recompute, choice.bucket_size_mb)
-        found.setdefault(way, []).append(replace(choice, optimizer=config.optimizer))
-    return list(found.values())
-
-
-def _largest_fitting(series: Sequence[Choice], needed: Callable[[Choice], Metrics]) -> list[Choice]:
-    """Return the largest micro-batches of a series that fit, the largest first.
-
-    Their number is `CANDIDATES`, because others cannot be the fastest.
-
-    Larger ones take more memory, so the largest that fits is found by bisection. The whole share at
-    once is the exception: without accumulation, there are no sums of gradients in memory.
-    """
-    whole = [choice for choice in series if choice.micro_batches == 1 and needed(choice)["fits"]]
-    parts = [choice for choice in series if choice.micro_batches > 1]
-    first = bisect_left(parts, True, key=lambda choice: needed(choice)["fits"])
-    return [*whole, *parts[first : first + CANDIDATES]]
-
-
-def _fastest(
-    config: PlanConfig,
-    series: Sequence[Sequence[Choice]],
-    machine: Machine,
-    needed: Callable[[Choice], Metrics],
-) -> Choice | None:
-    """Return the fastest choice that fits, or None.
-
-    Choices are taken in order of their time, and only of these the memory is asked for. A smaller
-    micro-batch is never faster, except in a pipeline, which it keeps busier: there all are timed at
-    once.
-    """
-    shape, (_, ranks) = config.shape(), config.fleet()
-    # seconds, a number that breaks ties, what is left
-    waiting: list[tuple[float, int, Sequence[Choice]]] = []
-    numbers = count()
-
-    def wait(left: Sequence[Choice]) -> None:
-        time = estimated(shape, left[0], machine, ranks, config.dtype, config.kernels())
-        heappush(waiting, (time.step, next(numbers), left))
-
-    for each in series:
-        if least_bytes(config, each[0]) > config.usable_bytes():
-            continue
-        if each[0].layout.pipeline > 1:
-            for choice in each:
-                wait([choice])
-        else:
-            wait(each)
-    while waiting:
-        _, _, left = heappop(waiting)
-        if needed(left[0])["fits"]:
-            return left[0]
-        if smaller := _largest_fitting(left[1:], needed):
-            wait(smaller)
-    return None
-
-
-def _memory(config: PlanConfig, choice: Choice, ranks: int) -> Metrics:
-    """Return the memory of a rank. A user's model is stepped for it in the fake world."""
-    if config.factory is not None:
-        needed = simulated(config.factory, choice.strategy, choice.micro_batch, ranks, config.dtype)
+    """Answer the question of the mode. Nothing is timed."""
+    if config.sweep:
+        measure_scaling(config, run)
+    elif config.timeline:
+        measure_timeline(config, run)
     else:
-        needed = memory(
-            config.shape(), choice, ranks, config.dtype, compiled=config.compile != "off"
-        )
-    usable = config.usable_bytes()
-    return {
-        "fits": needed.peak.total <= usable,
-        "predicted_peak_bytes": needed.peak.total,
-        "devices_for_states": devices_to_fit(4 * 4 * config.num_parameters(), usable),
-    }
+        measure_choices(config, run)
 
 
-def _time(config: PlanConfig, choice: Choice, machine: Machine) -> Metrics:
-    _, ranks = config.fleet()
-    if config.factory is not None:
-        return _time_of_own(config, choice, machine)
-    model = config.shape()
-    time = estimated(model, choice, machine, ranks, config.dtype, config.kernels())
-    # Of all ranks that share a model; each has an equal part.
-    sizes, shared = model.sizes(config.batch * choice.layout.ranks // ranks), choice.layout.ranks
-    again = recomputed_flops(kept_levels(choice.recompute, model.num_layers), causal=True, **sizes)
-    matmuls = (step_flops(causal=True, **sizes) + again) / shared / machine.device.flops_per_s
-    parts = {
-        "compute": min(matmuls, time.compute),
-        "memory bandwidth": max(0.0, time.compute - matmuls),
-        "communication": time.overhead,
-        "optimizer": time.optimizer,
-        "host": time.step - time.device,
-    }
-    tokens_per_s = config.batch * model.context_length / time.step
-    nodes = -(-ranks // machine.network.devices_per_node)
-    saving = STATE_BYTES * model.num_parameters / nodes / NODE_WRITES
-    failures = Failures.of_gpus(ranks, saving, RESTART_S)
-    goodput = failures.goodput(failures.daly())
-    flops = step_flops(**sizes) / shared
-    return _step(config, time.step, time.overhead, time.host, parts, flops) | {
-        "predicted_tokens_per_s": tokens_per_s,
-        "predicted_goodput_pct": 100 * goodput,
-        "checkpoint_interval_s": failures.daly(),
-        "predicted_days": config.tokens / tokens_per_s / goodput / 86_400,
-    }
+def own_view(config: PlanConfig) -> View:
+    """Return the view of the mode's rows."""
+    if config.sweep:
+        return SCALING_VIEW
+    if config.timeline:
+        return TIMELINE_VIEW
+    return EXPERIMENT.view
 
 
-def _time_of_own(config: PlanConfig, choice: Choice, machine: Machine) -> Metrics:
-    """The same of a user's model, by replaying its operators and messages."""
-    _, ranks = config.fleet()
-    step = simulated(config.factory, choice.strategy, choice.micro_batch, ranks, config.dtype)
-    once, steps = replay(step, machine), choice.micro_batches
-    optimizer_s = sum(
-        machine.device.seconds(op) for op in step.operators if op.phase == "optimizer"
-    )
-    compute_s = sum(map(machine.device.seconds, step.operators)) - optimizer_s  # of a micro-batch
-    flops = sum(op.flops for op in step.operators) * steps
-    matmuls = min(flops / machine.device.flops_per_s, steps * compute_s)
-    device_s = once.step_ms / 1e3 + (steps - 1) * compute_s
-    host_s = host_time(steps * len(step.operators), len(step.calls))
-    step_s = max(device_s, host_s)
-    parts = {
-        "compute": matmuls,
-        "memory bandwidth": steps * compute_s - matmuls,
-        "communication": max(0.0, once.overhead_ms / 1e3),
-        "optimizer": optimizer_s,
-        "host": step_s - device_s,
-    }
-    found = _step(config, step_s, once.overhead_ms / 1e3, host_s, parts, flops)
-    return found | {"predicted_examples_per_s": config.batch / step_s}
-
-
-def _step(
-    config: PlanConfig,
-    step: float,
-    overhead: float,
-    host: float,
-    parts: dict[str, float],
-    flops: float,
-) -> Metrics:
-    """Return the metrics of any model's step.
-
-    Times of the step and its parts are in seconds, FLOPs are those of one rank.
-    """
-    peak = config.gpu().peak["tf32" if config.dtype == "fp32" else config.dtype]
-    return {
-        "predicted_step_ms": 1e3 * step,
-        "predicted_overhead_ms": 1e3 * overhead,
-        "predicted_host_ms": 1e3 * host,
-        **{f"{name.replace(' ', '_')}_ms": 1e3 * seconds for name, seconds in parts.items()},
-        "predicted_mfu_pct": 100 * mfu(flops, step, peak),
-        "limited_by": max(parts, key=parts.__getitem__),
-    }
-
-
-def examples_of(records: Records) -> str:
-    """Return the unit of the batch."""
-    shape = PlanConfig.of(records[0].config).shape()
-    return "examples" if shape is None else f"sequences × {shape.context_length} tokens"
-
-
-def _ms(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def answer(records: Records) -> str:
-    """The answer in words; `recomputed` means activation checkpointing of every block."""
-    config = PlanConfig.of(records[0].config)
-    _, ranks = config.fleet()
-    usable = config.usable_bytes()
-    fitting = [record for record in records if record.metrics["fits"]]
-    if not fitting:
-        least = min(records, key=lambda record: record.metrics["predicted_peak_bytes"])
-        peak = least.metrics["predicted_peak_bytes"]
-        return (
-            f"Nothing fits in {usable / 2**30:.0f} usable GiB. Closest: {least.variant}, "
-            f"{peak / 2**30:.1f} GiB, {(peak - usable) / 2**30:.1f} too much. The states alone need "
-            f"{least.metrics['devices_for_states']} devices: more devices with fsdp, a shorter --context, or a smaller "
-            "model."
-        )
-    best = fitting[0]
-    m = best.metrics
-    if config.factory is None:
-        rate = f"{m['predicted_tokens_per_s']:,.0f} tokens/s"
-        total = (
-            f", {config.tokens:.3g} tokens in {m['predicted_days']:,.1f} days at a goodput of "
-            f"{m['predicted_goodput_pct']:.1f} % (a checkpoint every {m['checkpoint_interval_s'] / 60:,.0f} minutes)"
-        )
-    else:
-        rate, total = f"{m['predicted_examples_per_s']:,.0f} examples/s", ""
-    text = (
-        f"Fastest: {best.variant}: {_ms(m['predicted_step_ms'])} ms per step, {rate}, "
-        f"MFU {m['predicted_mfu_pct']:.0f} %{total}; most of the step is {m['limited_by']}, "
-        f"{_ms(m['predicted_overhead_ms'])} ms are what communication adds."
-    )
-    if m["predicted_host_ms"] > HOST_SHARE * m["predicted_step_ms"]:
-        text += f" The host needs about {_ms(m['predicted_host_ms'])} ms of it: one that is slower or busy decides."
-    text += _reasons(best, records)
-    fastest: dict[tuple, Record] = {}
-    for record in fitting:
-        fastest.setdefault(_way(record), record)
-    for label, other in zip(("Next best", "Third"), list(fastest.values())[1:], strict=False):
-        ratio = other.metrics["predicted_step_ms"] / m["predicted_step_ms"] - 1
-        lost = {name: other.metrics[f"{part}_ms"] - m[f"{part}_ms"] for name, part in PARTS.items()}
-        most = max(lost, key=lost.__getitem__)
-        text += f" {label}: {other.variant}, {100 * ratio:.0f} % slower: {_ms(lost[most])} ms more {most}."
-    if config.days is not None and m.get("predicted_days", 0) > config.days:
-        enough = math.ceil(ranks * m["predicted_days"] / config.days)
-        text += f" That is longer than {config.days:g} days: it takes about {enough:,} GPUs, or fewer tokens."
-    return text
-
-
-def _way(record: Record) -> tuple:
-    """A choice but for its micro-batch and recomputation."""
-    return record.config["strategy"], record.config.get("group"), record.config.get("layout", "")
-
-
-def _reasons(best: Record, records: Records) -> str:
-    """Explain why less recomputation or whole parameters do not fit, by the memory they need."""
-    same = [
-        r
-        for r in records
-        if _way(r) == _way(best) and r.config["recompute"] != best.config["recompute"]
-    ]
-    lighter = [r for r in same if not r.metrics["fits"]]  # what does not fit recomputes less
-    if lighter:
-        least = min(lighter, key=lambda r: r.metrics["predicted_peak_bytes"])
-        return f" Less recomputation takes {least.metrics['predicted_peak_bytes'] / 2**30:.0f} GiB and does not fit."
-    whole = [
-        r
-        for r in records
-        if get_strategy(r.config["strategy"]).sends != "units" and not r.metrics["fits"]
-    ]
-    if whole and get_strategy(best.config["strategy"]).sends == "units":
-        least = min(whole, key=lambda r: r.metrics["predicted_peak_bytes"])
-        return f" Whole parameters on every GPU take {least.metrics['predicted_peak_bytes'] / 2**30:.0f} GiB."
-    return ""
-
-
-VIEW = View(
-    columns=[
-        Column("variant", "strategy × micro-batch"),
-        text_column("metrics.fits", "fits"),
-        gib_column("metrics.predicted_peak_bytes", "peak GiB", ".1f"),
-        Column("metrics.predicted_step_ms", "step ms", _ms),
-        Column("metrics.predicted_overhead_ms", "overhead ms", _ms),
-        Column("metrics.predicted_tokens_per_s", "tokens/s", ",.0f", optional=True),
-        Column("metrics.predicted_examples_per_s", "examples/s", ",.0f", optional=True),
-        Column("metrics.predicted_mfu_pct", "MFU %", ".1f"),
-        Column("metrics.predicted_goodput_pct", "goodput %", ".1f", optional=True),
-        Column("metrics.predicted_days", "days", ",.1f", optional=True),
-        text_column("metrics.limited_by", "largest part"),
-    ],
-    headline=headline_from(
-        "{model} ({num_parameters:N} parameters), {batch} {examples} per step on {world_size} × "
-        "{gpu}, {dtype}; predicted",
-        gpu=lambda records: PlanConfig.of(records[0].config).place(),
-        examples=examples_of,
-    ),
-    terminal=(
-        "variant",
-        "fits",
-        "predicted_peak_bytes",
-        "predicted_step_ms",
-        "predicted_tokens_per_s",
-        "predicted_mfu_pct",
-        "predicted_days",
-        "limited_by",
-    ),
-    findings=lambda records: [answer(records)],
-    reading="A row per strategy and micro-batch, the fastest first; `recomputed` means activation checkpointing of "
-    "every block, `selective` of all but attention and every other matmul; `in 8s` is the group that shares a copy of "
-    "the parameters. Where nothing fits, the last column of the answer says how many devices the states alone need.",
-    prediction="Everything here is predicted: memory and operators in closed form, at the shares of the "
-    "datasheets' peaks that a calibrated machine reached. How good they were: docs/learn/theory/simulation.md.",
-    noise="Nothing was measured.",
-)
+# First word of the command → function of the words that answers, in place of the experiment.
+WORDS = dict.fromkeys(CALCULATIONS, calculate)
 
 EXPERIMENT = Experiment(
     PlanConfig,
@@ -452,4 +72,6 @@ EXPERIMENT = Experiment(
         "smoke": {"strategies": ("fsdp",), "model": "small"},
     },
     ranks="none",
+    parts=(SCALING_VIEW, TIMELINE_VIEW),
+    own_view=own_view,
 )

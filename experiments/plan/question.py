@@ -1,56 +1,184 @@
-"""The question of a plan: a model, a batch and GPUs, and the layouts in which they can share it."""
+"""The options of a plan and of its modes, and the layouts in which GPUs can share a model."""
 
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any
 
 from distlab.bench.task import check_name, num_parameters
-from distlab.experiment import option
+from distlab.experiment import Records, option
 from distlab.hardware import GPUSpec, by_alias, cluster
-from distlab.model import ModelConfig, TransformerLM
+from distlab.model import ModelConfig, TransformerLM, kept_levels
+from distlab.model.config import PRESETS, ModelChanges
 from distlab.model.config import RECOMPUTATION as KNOWN
-from distlab.model.config import ModelChanges
-from distlab.parallel import Layout, get_strategy
+from distlab.options import declared_options, unknown
+from distlab.parallel import Layout, check_buckets, check_shard_size, get_strategy
 from distlab.simulate.choices import RECOMPUTATION, STRATEGIES
 from distlab.simulate.estimate import USABLE, MachineOptions
+from distlab.theory.step_time import sharding_group
 from distlab.train.memory_budget import stages_of
 from distlab.train.step import OPTIMIZERS
 
 WIDEST = 8  # ranks along an axis that is offered
+MOST_RANKS = 2**20  # simulated: the lists of a group's ranks take seconds and gigabytes beyond them
+
+# The three modes, by the words of their commands.
+PLAN, SWEEP, TIMELINE = "plan", "plan --sweep", "plan --timeline"
+
+# Mode → values of the options that are left out.
+DEFAULTS = {
+    PLAN: {
+        "model": "xl",
+        "device": "h100:64",
+        "batch": 512,
+        "strategies": STRATEGIES,
+        "recomputation": RECOMPUTATION,
+    },
+    SWEEP: {
+        "model": "xl",
+        "device": "h200",
+        "batch": 4096,
+        "per_rank": 8,
+        "strategies": ("naive", "flat", "overlap", "bucketed", "zero1", "fsdp", "hsdp"),
+        "recomputation": ("none",),
+    },
+    TIMELINE: {
+        "model": "10B",
+        "device": "h100:1024",
+        "per_rank": 2,
+        "strategies": ("bucketed", "zero1", "fsdp"),
+        "recomputation": ("none",),
+    },
+}
+
+# Option → the modes that it applies to. Options that are not here apply to all three.
+APPLIES_TO = {
+    "batch": (PLAN, SWEEP),
+    "tokens": (PLAN,),
+    "days": (PLAN,),
+    "optimizer": (PLAN,),
+    "layouts": (PLAN,),
+    "per_rank": (SWEEP, TIMELINE),
+    "shard_group": (SWEEP, TIMELINE),
+    "ranks": (SWEEP,),
+    "records": (SWEEP,),
+    "bucket_mb": (TIMELINE,),
+}
+
+
+def mode_of(sweep: bool, timeline: bool) -> str:
+    """Return the mode that the two flags choose.
+
+    Raises:
+        ValueError: both are given.
+    """
+    if sweep and timeline:
+        raise ValueError("--sweep and --timeline: give one of them")
+    if sweep:
+        return SWEEP
+    return TIMELINE if timeline else PLAN
 
 
 @dataclass(frozen=True)
 class PlanConfig(MachineOptions):
-    """The question.
+    """The question: options of the plan and of its modes `--sweep` and `--timeline`.
 
-    Raises ValueError for a batch that the devices cannot divide, with the nearest that they can.
+    An option that is None or () gets its mode's entry in `DEFAULTS`.
+
+    Raises ValueError for values that the mode cannot take, such as a batch that the devices cannot
+    divide, with the nearest that they can.
     """
 
-    batch: int = option(512, "sequences per step, over all devices", least=1)
-    device: str = option("h100:64", "name and number of GPUs, such as h100:64", flag="--devices")
+    sweep: bool = option(False, "find where each strategy stops scaling instead")
+    timeline: bool = option(False, "simulate one rank's step under each strategy instead")
+    model: str | None = option(
+        None,
+        f"model preset, one of {', '.join(PRESETS)}, or a JSON file of a model's sizes "
+        "[xl; --timeline: 10B]",
+    )
+    device: str | None = option(
+        None,
+        "name and number of GPUs [h100:64; --timeline: h100:1024], --sweep: only a name [h200]",
+        flag="--devices",
+    )
+    batch: int | None = option(
+        None,
+        "sequences per step, over all devices [512]; --sweep: in strong scaling [4096]",
+        least=1,
+    )
     tokens: float = option(1e11, "tokens to train on", above=0)
     days: float | None = option(None, "days that training may take", above=0)
-    strategies: tuple[str, ...] = option(STRATEGIES, "strategies to consider", choices=STRATEGIES)
+    strategies: tuple[str, ...] = option(
+        (),
+        "strategies to consider [all; --sweep: without sharded-optimizer; "
+        "--timeline: bucketed zero1 fsdp]",
+    )
     optimizer: str = option(
         "adamw", "adamw, or muon for matrices of blocks", choices=tuple(OPTIMIZERS)
     )
     recomputation: tuple[str, ...] = option(
-        RECOMPUTATION, "recomputation to consider", choices=KNOWN
+        (),
+        f"ways of recomputation to consider [{' '.join(RECOMPUTATION)}]; --sweep, --timeline: one "
+        "way, as distlab train --checkpointing [none]",
     )
     layouts: tuple[str, ...] = option(
         (), "layouts to consider, such as tp2 or tp8,cp2 with + for the comma [all that fit]"
     )
+    ranks: tuple[int, ...] = option(tuple(2**k for k in range(13)), "--sweep: world sizes", least=1)
+    records: tuple[str, ...] = option((), "--sweep: records of ddp_bench to draw as points")
+    # Each row of a plan holds the `micro_batch`, `group` and `bucket_size_mb` of its choice. So the
+    # options of these names are fields of other names.
+    per_rank: int | None = option(
+        None,
+        "--sweep: sequences per rank (weak), at most at once (strong scaling) [8]; "
+        "--timeline: per rank [2]",
+        least=1,
+        flag="--micro-batch",
+    )
+    shard_group: int | None = option(
+        None,
+        "--sweep, --timeline: ranks in a shard group, for strategies with a mesh [a node]",
+        least=1,
+        flag="--group",
+    )
+    bucket_mb: float = option(100.0, "--timeline: MiB per bucket", above=0, flag="--bucket-size-mb")
 
     def __post_init__(self) -> None:
+        for name, value in DEFAULTS[self.mode].items():
+            if getattr(self, name) in (None, ()):
+                # A frozen dataclass has no other way, and nothing has read the value yet.
+                object.__setattr__(self, name, value)
         super().__post_init__()
+        if self.mode == PLAN:
+            self._check_plan()
+            return
+        if self.factory is not None:
+            raise ValueError(
+                f"--model {self.model}: {self.mode} is of the lab's Transformer: give a preset, or "
+                "a file of sizes"
+            )
+        kept_levels(self.checkpointing, self.shape().num_layers)
+        if self.mode == SWEEP:
+            self._check_sweep()
+        else:
+            self._check_timeline()
+        check_shard_size(self.shard_group, self.strategies, "--group")
+
+    def _check_plan(self) -> None:
+        """Raise ValueError for a plan without a choice."""
+        self._check_closed_forms()
+        for way in self.recomputation:
+            if way not in KNOWN:
+                raise ValueError(f"recomputation: {unknown(way, KNOWN)}")
         _, count = self.fleet()
         if self.layouts and self.factory is not None:
             raise ValueError(
-                "--layouts: ranks share the lab's Transformer; with a model of your own leave them out"
+                "--layouts: ranks share the lab's Transformer; with a model of your own leave "
+                "them out"
             )
         if self.optimizer != "adamw" and self.factory is not None:
             raise ValueError(
-                f"--optimizer {self.optimizer}: a model of your own is planned with AdamW: leave it out"
+                f"--optimizer {self.optimizer}: a model of your own is planned with AdamW: leave "
+                "it out"
             )
         for text in self.layouts:
             if reason := mismatch(self, Layout.parse(text)):
@@ -59,7 +187,8 @@ class PlanConfig(MachineOptions):
             return
         if self.batch < count:
             raise ValueError(
-                f"a batch of {self.batch} sequences leaves some of {count} devices without one; the nearest choices: "
+                f"a batch of {self.batch} sequences leaves some of {count} devices without one; "
+                "the nearest choices: "
                 f"--batch {count}, or {max(1, self.batch)} devices"
             )
         near = max(1, round(self.batch / count)) * count
@@ -67,23 +196,103 @@ class PlanConfig(MachineOptions):
             f"{count} devices do not divide a batch of {self.batch}; the nearest is --batch {near}"
         )
 
+    def _check_sweep(self) -> None:
+        """Raise ValueError for what cannot be swept."""
+        self._check_closed_forms()
+        name, colon, _ = self.device.partition(":")
+        if colon:
+            raise ValueError(
+                f"devices {self.device!r}: {SWEEP} takes the numbers from --ranks: give --devices "
+                f"{name}"
+            )
+        if self.batch < min(self.ranks):
+            raise ValueError(
+                f"batch={self.batch} is smaller than the data-parallel size {min(self.ranks)}; the "
+                f"nearest choice is {min(self.ranks)}"
+            )
+
+    def _check_timeline(self) -> None:
+        """Raise ValueError for what cannot be simulated."""
+        if self.compile != "off":
+            raise ValueError(
+                f"compile={self.compile!r}: no compiler runs on tensors without values; leave it "
+                "out, or predict the "
+                f"step in closed form: distlab run plan --compile {self.compile}"
+            )
+        _, count = self.fleet()
+        if count > MOST_RANKS:
+            raise ValueError(f"{count:,} devices: {TIMELINE} simulates at most {MOST_RANKS:,}")
+        for name in self.strategies:
+            self.shard_size(name)
+            if get_strategy(name).is_peer:
+                raise ValueError(
+                    f"strategy {name!r} is torch's, whose C++ cannot run on fake tensors; choose "
+                    "ours"
+                )
+
+    def _check_closed_forms(self) -> None:
+        """Raise ValueError for strategies whose time has no closed form."""
+        for name in self.strategies:
+            if name not in STRATEGIES:
+                raise ValueError(f"strategies: {unknown(name, STRATEGIES)}")
+
     @classmethod
     def check_given(cls, given: dict[str, Any]) -> None:
-        """Raise ValueError for what a cluster decides, and what a model of one's own has not."""
+        """Raise ValueError for options that do not go together.
+
+        These are options of another mode, what a cluster decides, and what a model of one's own has
+        not.
+        """
         super().check_given(given)
+        mode = mode_of(given.get("sweep", False), given.get("timeline", False))
+        for each in declared_options(cls):
+            modes = APPLIES_TO.get(each.name, (mode,))
+            if each.name in given and mode not in modes:
+                raise ValueError(
+                    f"{each.flag} applies to {' and '.join(modes)}, and not to {mode}: leave it out"
+                )
+        if "bucket_mb" in given:
+            strategies = given.get("strategies", DEFAULTS[mode]["strategies"])
+            check_buckets({"bucket_size_mb": given["bucket_mb"]}, strategies)
         if ":" not in given.get("model", ""):
             return
         if "recomputation" in given:
             raise ValueError(
-                f"--recomputation is of the lab's Transformer, and --model {given['model']} decides it itself: leave "
+                f"--recomputation is of the lab's Transformer, and --model {given['model']} "
+                "decides it itself: leave "
                 "it out"
             )
         meshes = [name for name in given.get("strategies", ()) if get_strategy(name).takes_mesh]
         if meshes:
             raise ValueError(
-                f"--strategies {meshes[0]}: a model of your own is planned without a mesh: choose among "
+                f"--strategies {meshes[0]}: a model of your own is planned without a mesh: choose "
+                "among "
                 f"{', '.join(name for name in STRATEGIES if not get_strategy(name).takes_mesh)}"
             )
+
+    @property
+    def mode(self) -> str:
+        """The mode: `PLAN`, `SWEEP` or `TIMELINE`."""
+        return mode_of(self.sweep, self.timeline)
+
+    @property
+    def checkpointing(self) -> str:
+        """The one way of recomputation of a sweep or a timeline, see `kept_levels`."""
+        # The command line splits at commas, which also separate `qkv:25,gate-up:9`.
+        return ",".join(self.recomputation)
+
+    def shard_size(self, strategy: str) -> int | None:
+        """Return the number of ranks of a shard group, for a strategy on a mesh, else None.
+
+        Raises:
+            ValueError: a group that does not divide the ranks.
+        """
+        entry = get_strategy(strategy)
+        if not entry.takes_mesh:
+            return None
+        _, ranks = self.fleet()
+        devices_per_node = self.machine().network.devices_per_node
+        return sharding_group(entry, ranks, devices_per_node, self.shard_group)
 
     def offered(self) -> list[Layout]:
         """Return the layouts that were asked for, or those that model, batch and cluster can take.
@@ -119,7 +328,8 @@ class PlanConfig(MachineOptions):
         ]
         if idle:
             raise ValueError(
-                f"--{idle[0].replace('_', '-')} is of the lab's Transformer, and --model {self.model} decides it itself"
+                f"--{idle[0].replace('_', '-')} is of the lab's Transformer, and --model "
+                f"{self.model} decides it itself"
             )
         return None
 
@@ -148,8 +358,10 @@ class PlanConfig(MachineOptions):
 
     def place(self) -> str:
         """GPU and links, or the cluster, in words."""
-        links = f"{self.gpu().name} ({self.link}, {self.between} between nodes of {self.devices_per_node})"
-        return self.cluster or links
+        if self.cluster is not None:
+            return self.cluster
+        nodes = f"{self.between} between nodes of {self.devices_per_node}"
+        return f"{self.gpu().name} ({self.link}, {nodes})"
 
 
 def mismatch(config: PlanConfig, layout: Layout) -> str | None:
@@ -174,14 +386,23 @@ def mismatch(config: PlanConfig, layout: Layout) -> str | None:
     if shape.num_layers % stages_of(layout):
         return f"{shape.num_layers} blocks cannot be split into {stages_of(layout)} equal stages"
     if config.batch // (count // layout.ranks) % layout.pipeline:
-        return f"{config.batch * layout.ranks // count} sequences are not a multiple of {layout.pipeline} ranks"
+        sequences = config.batch * layout.ranks // count
+        return f"{sequences} sequences are not a multiple of {layout.pipeline} ranks"
     for split in TransformerLM(replace(shape, num_layers=1), device="meta").splits().values():
         uneven = [size for size in split.sizes if size % layout.tensor]
         if uneven:
             return f"{layout.tensor} ranks cannot share {uneven[0]} {split.what} evenly"
+    # Ranks that share a sequence take its chunks in pairs, from both ends.
     chunks = 2 * layout.context if layout.context > 1 else 1
-    if shape.context_length % (chunks * layout.tensor):
-        return f"sequences of {shape.context_length} tokens are not a multiple of {chunks * layout.tensor}"
-    if layout.attention == "ulysses" and (shape.kv_heads // layout.tensor) % layout.context:
-        return f"{layout.context} ranks cannot share {shape.kv_heads // layout.tensor} heads of keys evenly"
+    shares = chunks * layout.tensor
+    if shape.context_length % shares:
+        return f"sequences of {shape.context_length} tokens are not a multiple of {shares}"
+    heads = shape.kv_heads // layout.tensor
+    if layout.attention == "ulysses" and heads % layout.context:
+        return f"{layout.context} ranks cannot share {heads} heads of keys evenly"
     return None
+
+
+def place_of(records: Records) -> str:
+    """Return GPU and links, or the cluster, of some rows in words."""
+    return PlanConfig.of(records[0].config).place()

@@ -15,11 +15,10 @@ from distlab.runs import described
 from distlab.simulate.choices import STRATEGIES, Choice, estimated, simulated
 from distlab.simulate.estimate import machine_on
 from distlab.train.config import TrainConfig
-from experiments import plan, scaling, simulate_scale
+from experiments import plan
 from experiments.long_context import LongContextConfig
-from experiments.plan import PlanConfig
+from experiments.plan import PlanConfig, fastest, scaling_sweep
 from experiments.predict import PredictConfig, compare
-from experiments.scaling import ScalingConfig
 from launch.__main__ import main
 from tests.commands import ROOT
 from tests.experiments.frame import measured, refused
@@ -78,7 +77,7 @@ def test_plan_on_a_cluster(tmp_path):
         16,
         32,
     }
-    words = plan.answer(records)
+    words = fastest.answer(records)
     # Sharded over all, two sequences fit at once and half as many gathers do.
     assert (
         records[0].variant == "fsdp × 2 selective"
@@ -138,7 +137,7 @@ def test_a_plan_takes_the_fastest_layout_that_fits(tmp_path, count):
         == "block"
     )
     assert re.search(
-        r"Next best: fsdp \S+ × .*? % slower: [\d.,]+ ms more \w+", plan.answer(records)
+        r"Next best: fsdp \S+ × .*? % slower: [\d.,]+ ms more \w+", fastest.answer(records)
     )
     parts = ("compute_ms", "memory_bandwidth_ms", "communication_ms", "optimizer_ms", "host_ms")
     for record in fitting[:5]:
@@ -160,11 +159,8 @@ def test_a_model_of_a_file(tmp_path):
         PlanConfig(model=str(path), batch=8, device="h100:8")
 
 
-COMMANDS = [each.EXPERIMENT.config for each in (plan, scaling, simulate_scale)]
-
-
 @pytest.mark.parametrize(
-    "config", [*COMMANDS, TrainConfig, LongContextConfig], ids=lambda config: config.__name__
+    "config", [PlanConfig, TrainConfig, LongContextConfig], ids=lambda config: config.__name__
 )
 def test_one_definition_says_which_model_every_command_means(config):
     dimensions = {
@@ -180,9 +176,9 @@ def test_one_definition_says_which_model_every_command_means(config):
         **dimensions,
         attention="flash",
         ops="triton",
-        **{"model": "xl"} if config in COMMANDS else {},
+        **{"model": "xl"} if config is PlanConfig else {},
     )
-    shape = made.shape() if config in COMMANDS else made.model()
+    shape = made.shape() if config is PlanConfig else made.model()
     assert shape == ModelConfig(
         64, 32, 3, 4, 96, 64, num_kv_heads=2, attention="flash", ops="triton"
     )
@@ -203,14 +199,16 @@ def test_how_a_model_computes_decides_what_is_predicted():
     made = [plan.EXPERIMENT.config(**fields | way) for way in ways]
     choice = Choice("fsdp", 8)
     naive = plan.EXPERIMENT.config(**fields, attention="naive")
-    peaks = [plan._memory(config, choice, 8)["predicted_peak_bytes"] for config in (naive, *made)]
+    peaks = [
+        fastest._memory(config, choice, 8)["predicted_peak_bytes"] for config in (naive, *made)
+    ]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
     eager, compiled, fused = (
-        plan._time(config, choice, config.machine())["predicted_step_ms"] for config in made
+        fastest._time(config, choice, config.machine())["predicted_step_ms"] for config in made
     )
     assert compiled < eager and fused < eager
     with pytest.raises(ValueError, match="its time has no closed form"):
-        plan._time(naive, choice, naive.machine())
+        fastest._time(naive, choice, naive.machine())
 
 
 WAYS = ("naive", "overlap", "bucketed", "zero1", "fsdp")
@@ -238,7 +236,7 @@ def test_plan_of_what_does_not_fit(tmp_path):
     records = measured(plan.EXPERIMENT, tmp_path, **fields)
     assert not any(record.metrics["fits"] for record in records)
     # 16 bytes × 12.8 B parameters over 75.2 GB
-    assert re.search("Nothing fits.* 3 devices", plan.answer(records))
+    assert re.search("Nothing fits.* 3 devices", fastest.answer(records))
 
 
 def test_a_record_without_what_a_calibration_needs_is_refused(capsys, tmp_path):
@@ -266,8 +264,9 @@ def test_a_record_without_what_a_calibration_needs_is_refused(capsys, tmp_path):
 
 
 def test_scaling(tmp_path):
-    fields = {"model": "xl", "ranks": (1, 2, 4096), "strategies": ("naive", "bucketed")}
-    records = measured(scaling.EXPERIMENT, tmp_path, **fields, records=(RECORD,), global_batch=4)
+    fields = {"sweep": True, "model": "xl", "ranks": (1, 2, 4096)}
+    fields |= {"strategies": ("naive", "bucketed"), "records": (RECORD,), "batch": 4}
+    records = measured(plan.EXPERIMENT, tmp_path, **fields)
     known = [record for record in records if "measured_step_p50_ms" in record.metrics]
     assert {(r.config["kind"], r.variant, r.config["world_size"]) for r in known} == {
         ("weak", "naive", 2),
@@ -283,21 +282,22 @@ def test_scaling(tmp_path):
     assert strong == [1, 2] * 2  # 4096 ranks have no sequence each
     assert all(record.metrics["predicted_efficiency_pct"] < 101 for record in records)
     # The largest micro-batch of at most 6 that divides a rank's 8 sequences.
-    assert scaling._split(ScalingConfig(batch=6, global_batch=16, ranks=(2,)), "strong", 2) == (
-        4,
-        2,
-    )
-    step = scaling._predict(ScalingConfig(model="tiny", context=64), "flat", 2, 3, 5)
+    config = PlanConfig(sweep=True, per_rank=6, batch=16, ranks=(2,))
+    assert scaling_sweep._split(config, "strong", 2) == (4, 2)
+    config = PlanConfig(sweep=True, model="tiny", context=64)
+    step = scaling_sweep._predict(config, "flat", 2, 3, 5)
     assert step["predicted_tokens_per_s"] * step["predicted_step_ms"] == pytest.approx(
         1e3 * 2 * 3 * 5 * 64
     )
     sizes = [
         r.metrics["step_p50_ms"] for r in read_json(RECORD) if r.variant.split("-")[0] == "bucketed"
     ]
-    point = scaling.measured_points(ScalingConfig(records=(RECORD,)))["bucketed", 2, 8]
+    config = PlanConfig(sweep=True, records=(RECORD,))
+    point = scaling_sweep.measured_points(config)["bucketed", 2, 8]
     assert point["measured_step_p50_ms"] == min(sizes) < max(sizes)
     # Records of another device are no points of this one.
-    assert not scaling.measured_points(ScalingConfig(device="h100", records=(RECORD,)))
+    config = PlanConfig(sweep=True, device="h100", records=(RECORD,))
+    assert not scaling_sweep.measured_points(config)
 
 
 def test_predictions_are_kept():
@@ -324,12 +324,23 @@ def test_predictions_are_kept():
         compare(records, [other])
 
 
-def test_a_datasheet_is_named_by_device(tmp_path):
-    """The frame took it for where to compute, and refused every GPU's name."""
-    assert (
-        main(["run", "scaling", "--preset", "smoke", "--device", "a100", "--out", str(tmp_path)])
-        == 0
-    )
+@pytest.mark.parametrize(
+    "mode, picture, devices",
+    [("--sweep", "scaling.png", "a100"), ("--timeline", "timeline.png", "a100:4")],
+)
+def test_a_mode_writes_its_own_rows_and_they_are_shown_again(
+    tmp_path, capsys, mode, picture, devices
+):
+    """The devices are of a datasheet: the frame once took them for where to compute, and refused them."""
+    arguments = ["run", "plan", mode, "--preset", "smoke", "--devices", devices]
+    assert main([*arguments, "--out", str(tmp_path), "--json"]) == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    folder = Path(line["out"])
+    name = f"plan_{mode.removeprefix('--')}"
+    assert {record.experiment for record in read_json(folder / "records.json")} == {name}
+    assert {picture, "table.md", "report.html"} <= {path.name for path in folder.iterdir()}
+    assert main(["show", str(folder), "--table", "markdown"]) == 0
+    assert capsys.readouterr().out.strip() in (folder / "table.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -360,19 +371,18 @@ def test_hybrid_sharding_at_scale(tmp_path):
         "ranks": (8, 64, 512, 4096),
         "strategies": ("fsdp", "hsdp"),
     }
-    records = measured(
-        scaling.EXPERIMENT, tmp_path, **fields, context=8192, batch=1, recompute="block"
-    )
-    words = " ".join(scaling.findings(records))
+    fields |= {"sweep": True, "context": 8192, "per_rank": 1, "recomputation": ("block",)}
+    records = measured(plan.EXPERIMENT, tmp_path, **fields)
+    words = " ".join(scaling_sweep.findings(records))
     assert "fsdp from 512 ranks" in words and "weak scaling under 90 % efficiency" in words
 
 
 @pytest.mark.parametrize("content", ["[]", "null", "3", '"tiny"', "[" * 100_000, "{", "\xff"])
-@pytest.mark.parametrize("name", ["plan", "scaling", "simulate_scale"])
-def test_a_file_that_holds_no_model_is_refused_by_its_name(tmp_path, capsys, name, content):
+@pytest.mark.parametrize("mode", [(), ("--sweep",), ("--timeline",)], ids="".join)
+def test_a_file_that_holds_no_model_is_refused_by_its_name(tmp_path, capsys, mode, content):
     path = tmp_path / "odd.json"
     path.write_text(content, encoding="latin-1")
-    line = refused(capsys, name, "--model", str(path))
+    line = refused(capsys, "plan", *mode, "--model", str(path))
     assert "odd.json" in line and "give a file with a model's sizes" in line
 
 
@@ -393,7 +403,7 @@ def test_a_file_that_holds_no_case_is_refused_by_its_name(tmp_path, capsys, cont
 
 def test_more_ranks_than_can_be_simulated_are_refused(capsys):
     assert "at most 1,048,576" in refused(
-        capsys, "simulate_scale", "--ranks", "3000000000", "--model", "tiny"
+        capsys, "plan", "--timeline", "--devices", "h100:3000000000", "--model", "tiny"
     )
 
 
@@ -402,12 +412,14 @@ def test_more_ranks_than_can_be_simulated_are_refused(capsys):
 def test_a_plan_asks_for_few_choices_whatever_the_batch(tmp_path, monkeypatch, batch, gpus):
     """A batch has up to 240 divisors, and a step up to 10^12 micro-batches: neither is gone through."""
     asked = []
-    memory, estimated = plan.memory, plan.estimated
+    memory, estimated = fastest.memory, fastest.estimated
     monkeypatch.setattr(
-        plan, "memory", lambda *given, **more: asked.append(given) or memory(*given, **more)
+        fastest, "memory", lambda *given, **more: asked.append(given) or memory(*given, **more)
     )
     monkeypatch.setattr(
-        plan, "estimated", lambda *given, **more: asked.append(given) or estimated(*given, **more)
+        fastest,
+        "estimated",
+        lambda *given, **more: asked.append(given) or estimated(*given, **more),
     )
     records = measured(plan.EXPERIMENT, tmp_path, model="tiny", batch=batch, device=f"h100:{gpus}")
     assert records[0].metrics["fits"]
@@ -428,13 +440,13 @@ def test_what_is_not_tried_would_not_be_shown(tmp_path, fields):
     config = PlanConfig(**fields, strategies=("bucketed", "zero1", "fsdp"))
     machine, (_, ranks) = config.machine(), config.fleet()
     for layout in config.offered():
-        rows = plan.search(config, layout, machine)
+        rows = fastest.search(config, layout, machine)
         tried = []
-        for choice in itertools.chain(*plan._series(config, layout, machine)):
-            needed = plan._memory(config, choice, ranks)
-            assert plan.least_bytes(config, choice) <= needed["predicted_peak_bytes"]
+        for choice in itertools.chain(*fastest._series(config, layout, machine)):
+            needed = fastest._memory(config, choice, ranks)
+            assert fastest.least_bytes(config, choice) <= needed["predicted_peak_bytes"]
             if needed["fits"]:
-                tried.append(plan._time(config, choice, machine)["predicted_step_ms"])
+                tried.append(fastest._time(config, choice, machine)["predicted_step_ms"])
         shown = [metrics["predicted_step_ms"] for _, metrics in rows if metrics["fits"]]
         assert min(shown, default=None) == min(tried, default=None), layout
 

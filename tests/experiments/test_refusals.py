@@ -14,12 +14,13 @@ REFUSED = {
     "collectives --nproc 3 --backend gloo --group-sizes 2 4": "group sizes (2, 4) on 3 rank",
     "collectives --nproc 2 --backend gloo --sizes 4096 1000000000000": "give smaller --sizes",
     "attention_steps --quick --length 200 --head-dims 64": "give a multiple of 128",
-    "calculator occupancy --threads 5000 --registers 32": "1 to 1024",
-    "calculator occupancy --threads 128": "occupancy: give registers",
-    "calculator gpus --gpu RTX": "'RTX' is unknown; allowed: A100-40GB, A100",
-    "calculator block --batch -4": "--batch: -4: give a whole number of at least 1",
-    "calculator kernel matmul 3": "matmul has no shape of 1 dimension(s); give three: M, K, N",
-    "calculator kernel rope 3": "rope has no shape of 1 dimension(s); give two or more",
+    "plan occupancy --threads 5000 --registers 32": "1 to 1024",
+    "plan occupancy --threads 128": "occupancy: give registers",
+    "plan gpus --gpu RTX": "'RTX' is unknown; allowed: A100-40GB, A100",
+    "plan block --batch -4": "--batch: -4: give a whole number of at least 1",
+    "plan kernel matmul 3": "matmul has no shape of 1 dimension(s); give three: M, K, N",
+    "plan kernel rope 3": "rope has no shape of 1 dimension(s); give two or more",
+    "plan occupansy": "'occupansy' is unknown (did you mean occupancy?); allowed: gpus, kernel",
     "ddp_bench --nproc 2 --backend gloo --strategies hsdp --shard-size 3": "shard_size=3 does not divide the 2 ranks; "
     "allowed: [1, 2]",
     "ddp_bench --nproc 2 --backend gloo --out /dev/null/results": "pass --out",
@@ -54,11 +55,18 @@ REFUSED = {
     "predict --calibrate missing.json --models xl:0": "--models: 'xl:0': give PRESET:BATCH",
     "predict --calibrate missing.json": "give --calibrate and --models, or",
     "sabotage --mistakes typo": "allowed: no broadcast",
-    "scaling --records missing.json --model tiny": "missing.json",
-    "simulate_scale --strategies torch-ddp": "is torch's",
-    "simulate_scale --compile blocks": "no compiler runs on tensors",
-    "simulate_scale --checkpointing qkv:3": "add up to the 50 blocks",
-    "simulate_scale --strategies hsdp --ranks 16 --group 3": "groups of 3 do not divide 16 ranks",
+    "plan --sweep --records missing.json --model tiny": "missing.json",
+    "plan --sweep --timeline": "--sweep and --timeline: give one of them",
+    "plan --sweep --strategies local": "'local' is unknown",
+    "plan --sweep --recomputation block none": "'block,none'",
+    "plan --sweep --devices h200:8": "plan --sweep takes the numbers from --ranks: give --devices h200",
+    "plan --sweep --batch 4 --ranks 8 16": "batch=4 is smaller than the data-parallel size 8",
+    "plan --sweep --model a:b": "plan --sweep is of the lab's Transformer",
+    "plan --recomputation half": "recomputation: 'half' is unknown",
+    "plan --timeline --strategies torch-ddp": "is torch's",
+    "plan --timeline --compile blocks": "no compiler runs on tensors",
+    "plan --timeline --recomputation qkv:3": "add up to the 50 blocks",
+    "plan --timeline --strategies hsdp --devices h100:16 --group 3": "groups of 3 do not divide 16 ranks",
     "gpu_lessons --quick --elements 5000": "give a power of two",
 }
 WITHOUT_A_GPU = {
@@ -84,9 +92,7 @@ def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(
 def frames():
     """Name → `Experiment` of everything that `distlab run` measures."""
     modules = {name: load(name) for name in experiments()}
-    return {
-        name: module.EXPERIMENT for name, module in modules.items() if hasattr(module, "EXPERIMENT")
-    }
+    return {name: module.EXPERIMENT for name, module in modules.items()}
 
 
 def presets_by_name():

@@ -18,18 +18,8 @@ from tests.commands import ROOT
 from tests.pages import Command
 from tests.test_pages import check
 
-IN_WORDS = ("calculator",)  # answers on one line, without rows
 
-
-def registered():
-    return [
-        name
-        for name in experiments()
-        if isinstance(getattr(load(name), "EXPERIMENT", None), Experiment)
-    ]
-
-
-@pytest.mark.parametrize("name", registered())
+@pytest.mark.parametrize("name", experiments())
 def test_an_experiment_runs_in_small_and_its_rows_are_shown_again(name, smoke, capsys):
     records, folder = smoke(name)
     assert records and {record.experiment for record in records} == {name}
@@ -50,12 +40,11 @@ def test_the_list_has_every_experiment_with_its_question_and_imports_nothing(cap
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 100
-    for name in registered():
+    for name in experiments():
         experiment = load(name).EXPERIMENT
         needs = "GPU" if experiment.gpus else "ranks" if experiment.ranks == "many" else ""
         assert f"  {name:<24} {needs:<5}  {experiment.view.question}" in lines
-    calculators = len(IN_WORDS)
-    assert len(lines) == len(CATALOGUE) + len(registered()) + calculators + 2
+    assert len(lines) == len(CATALOGUE) + len(experiments()) + 2
 
 
 def test_the_catalogue_has_every_file_of_experiments():
@@ -86,15 +75,14 @@ def help_of(monkeypatch, capsys):
 def test_the_short_help_names_options_that_there_are_and_commands_that_run(name, help_of):
     text = help_of("run", name, "--help")
     assert len(text.splitlines()) <= 50 and max(map(len, text.splitlines())) <= 100
-    assert name != "scaling" or "strategies to compare [all]\n" in text
+    assert name != "predict" or "rows of ddp_bench [all]\n" in text
     examples = re.findall(r"^    .*?(distlab run .*?)(?: {2}.*)?$", text, re.MULTILINE)
     for example in examples:
         check(Command(name, example))
     assert examples
-    if name in registered():
-        assert f"distlab run {name} --help all" in examples
-        own = re.findall(r"^  (--[\w-]+)", text, re.MULTILINE)
-        assert own and set(own) <= set(load(name).EXPERIMENT.parser()._option_string_actions)
+    assert f"distlab run {name} --help all" in examples
+    own = re.findall(r"^  (--[\w-]+)", text, re.MULTILINE)
+    assert own and set(own) <= set(load(name).EXPERIMENT.parser()._option_string_actions)
 
 
 def test_list_takes_no_torch_and_ends_quietly_where_nobody_reads():
@@ -111,8 +99,9 @@ def test_the_version_is_said(capsys):
     assert capsys.readouterr().out.startswith(f"distlab {__version__}")
 
 
-def test_every_experiment_is_registered():
-    assert [name for name in experiments() if name not in (*registered(), *IN_WORDS)] == []
+def test_every_experiment_is_experiments():
+    for name in experiments():
+        assert isinstance(load(name).EXPERIMENT, Experiment), name
 
 
 def test_an_unknown_experiment_or_command_is_named(capsys):
@@ -120,7 +109,7 @@ def test_an_unknown_experiment_or_command_is_named(capsys):
     assert "'plam' is unknown (did you mean plan?); `distlab list`" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", registered())
+@pytest.mark.parametrize("name", experiments())
 def test_all_of_the_help_has_every_option_once(name, help_of):
     text = help_of("run", name, "--help", "all")
     assert max(map(len, text.splitlines())) <= 100
@@ -129,7 +118,7 @@ def test_all_of_the_help_has_every_option_once(name, help_of):
         assert len(re.findall(rf"^  {flag}\b(?!-)", text, re.MULTILINE)) == 1, flag
 
 
-@pytest.mark.parametrize("name", registered())
+@pytest.mark.parametrize("name", experiments())
 def test_no_table_has_two_columns_of_one_name(name):
     for view in load(name).EXPERIMENT.views().values():
         titles = [column.title for column in view.columns]

@@ -84,15 +84,25 @@ MISTAKES = {
             "--model a:b --strategies fsdp hsdp",
             "--strategies hsdp: a model of your own is planned without a mesh",
         ),
-    ],
-    "run scaling": [
+        ("--ranks 8", "--ranks applies to plan --sweep, and not to plan: leave it out"),
         (
-            "--cluster dgx-h100:2x8 --device h200",
-            "--device h200: --cluster dgx-h100:2x8 has its own GPUs and links",
+            "--group 8 --strategies hsdp",
+            "--group applies to plan --sweep and plan --timeline, and not to plan: leave it out",
+        ),
+    ],
+    "run plan --sweep": [
+        (
+            "--cluster dgx-h100:2x8 --devices h200",
+            "--devices h200: --cluster dgx-h100:2x8 has its own GPUs and links",
         ),
         ("--group 4 --strategies fsdp", "--group 4 is for strategies with a mesh: choose one of"),
+        ("--days 3", "--days applies to plan, and not to plan --sweep: leave it out"),
+        (
+            "--bucket-size-mb 50",
+            "--bucket-size-mb applies to plan --timeline, and not to plan --sweep",
+        ),
     ],
-    "run simulate_scale": [
+    "run plan --timeline": [
         (
             "--cluster dgx-h100:2x8 --link pcie",
             "--link pcie: --cluster dgx-h100:2x8 has its own GPUs and links",
@@ -101,6 +111,10 @@ MISTAKES = {
         (
             "--bucket-size-mb 50 --strategies fsdp",
             "--bucket-size-mb 50 is for strategies with buckets, and fsdp has",
+        ),
+        (
+            "--batch 2",
+            "--batch applies to plan and plan --sweep, and not to plan --timeline: leave it out",
         ),
     ],
     "run predict": [

@@ -167,7 +167,7 @@ VIEW = View(
     "divergence: which lanes take which branch decides, not how many branches there are: by warp they are free. Short "
     "branches are cheaper than this, because compilers turn them into selections.\n\n"
     "waves: the time is a staircase. Half of the programs take as long as all, and one more as long as twice as many: "
-    "what a grid of tiles must be compared with (`distlab run calculator waves`).\n\n"
+    "what a grid of tiles must be compared with (`distlab run plan waves`).\n\n"
     "levels: an SM does 128 FMAs per clock, each of which reads what the one before wrote, and shared memory gives or "
     "takes 128 bytes per clock; L2 and HBM serve all SMs. Predicted are the documents' peaks; of an H100's L2 none "
     "says.\n\n"

@@ -1,14 +1,14 @@
 """What does a kernel cost on a named GPU, by arithmetic alone?
 
-    distlab run calculator gpus
-    distlab run calculator kernel rms_norm 8192 4096 --dtype bf16
-    distlab run calculator block --batch 8 --context 2048 --d-model 4096 --d-ff 11008 --heads 32
-    distlab run calculator occupancy --threads 128 --registers 160
-    distlab run calculator waves --blocks 160 --gpu B200
+    distlab run plan gpus
+    distlab run plan kernel rms_norm 8192 4096 --dtype bf16
+    distlab run plan block --batch 8 --context 2048 --d-model 4096 --d-ff 11008 --heads 32
+    distlab run plan occupancy --threads 128 --registers 160
+    distlab run plan waves --blocks 160 --gpu B200
 
 Each prints its answer in words and, with --json, as one line of JSON instead. Nothing is measured,
-so this is not an `Experiment` and leaves no records. `gpu_lessons` predicts and measures what a
-warp's access to memory costs.
+so none of them leaves records. `gpu_lessons` predicts and measures what a warp's access to memory
+costs.
 """
 
 import argparse
@@ -271,16 +271,16 @@ CALCULATIONS: dict[str, type[Calculation]] = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return a parser with a sub-command for each calculation."""
-    found = parser_of("distlab run calculator", __doc__)
+    """Return a parser with a sub-command for each entry of `CALCULATIONS`."""
+    found = parser_of("distlab run plan", __doc__)
     commands = found.add_subparsers(dest="command", required=True)
     for name, calculation in CALCULATIONS.items():
         add_options(commands.add_parser(name), calculation)
     return found
 
 
-def main(argv: Sequence[str]) -> int:
-    """Answer one question.
+def calculate(argv: Sequence[str]) -> int:
+    """Answer the question of the arguments, of which the first is an entry of `CALCULATIONS`.
 
     Raises:
         ValueError: an option is missing, or its value is impossible.
@@ -293,6 +293,6 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"{args.command}: give {', '.join(missing)}")
     words, numbers = calculation.answer()
     if calculation.json:
-        words = json.dumps({"experiment": "calculator", "command": args.command} | numbers)
+        words = json.dumps({"experiment": "plan", "command": args.command} | numbers)
     print(words)
     return 0

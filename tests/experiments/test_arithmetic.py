@@ -1,15 +1,15 @@
-"""The calculator's worked figures, as its users see them."""
+"""The arithmetic of `distlab run plan WORD`: worked figures, as users see them."""
 
 import json
 
 import pytest
 
-from experiments.lessons import calculator
+from experiments.plan import arithmetic
 from launch.__main__ import main
 
 
 def ask(capsys, *argv):
-    assert main(["run", "calculator", *argv, "--json"]) == 0
+    assert main(["run", "plan", *argv, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -17,7 +17,7 @@ def test_worked_figures(capsys):
     found = ask(capsys, "occupancy", "--threads", "128", "--registers", "160")
     assert (found["blocks"], found["fraction"], found["limiter"]) == (3, 0.1875, "registers")
     assert ask(capsys, "waves", "--blocks", "160", "--gpu", "B200")["last"] == 12
-    assert main(["run", "calculator", "gpus"]) == 0
+    assert main(["run", "plan", "gpus"]) == 0
     assert "H200" in capsys.readouterr().out
 
 
@@ -27,7 +27,7 @@ def test_rms_norm_on_an_h100_is_memory_bound(capsys):
     assert found["seconds"] == pytest.approx(40.1e-6, rel=0.01)  # 134.3 MB at 3,350 GB/s
 
 
-@pytest.mark.parametrize("kernel", calculator.KERNELS)
+@pytest.mark.parametrize("kernel", arithmetic.KERNELS)
 def test_every_kernel_has_a_cost(capsys, kernel):
     shape = ("64", "32", "128") if kernel in ("matmul", "linear_cross_entropy") else ("64", "128")
     assert ask(capsys, "kernel", kernel, *shape)["bytes"] > 0
