@@ -5,6 +5,7 @@
     distlab run kernel_roofline --preset chains             # chains of operations as one kernel
     distlab run kernel_roofline --chain bias gelu multiply  # one of your own
     distlab run kernel_roofline --only add --shrink 1 8 64  # the same at smaller sizes
+    distlab run kernel_roofline --only rms_norm --yours my_kernels:rms_norm
 
 Each operation in each direction × (ours, naive: plain torch one kernel at a time, builtin: torch's
 own, compile: the naive form through torch.compile, template: of matmuls, the best of Inductor's
@@ -35,6 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distlab.bench.task import check_name, factory_of
 from distlab.experiment import Experiment, Options, RankContext, Run, option
 from distlab.measure import allocated_bytes, attempt, call_ms, launched, peak_memory, sample_rounds
 
@@ -68,7 +70,10 @@ class Config(Options):
         "operations to apply one after the other to one tensor instead",
         choices=tuple(STEPS),
     )
-    variants: tuple[str, ...] = option(VARIANTS, "forms to time", choices=VARIANTS)
+    yours: str | None = option(
+        None, "your own kernel, my_kernels:rms_norm, as one more form of the operation of --only"
+    )
+    variants: tuple[str, ...] = option(VARIANTS[:-1], "forms to time", choices=VARIANTS[:-1])
     repeat_ms: int = option(60, "ms of device time per number", least=1)
     rounds: int = option(
         10, "interleaved rounds; even: equally many forwards and in reverse", least=3
@@ -82,6 +87,10 @@ class Config(Options):
         super().__post_init__()
         if self.only and self.chain:
             raise ValueError("--only and --chain: give one of them")
+        if self.yours is not None:
+            check_name(self.yours, "--yours")
+            if len(self.only) != 1:
+                raise ValueError(f"--yours {self.yours}: name its operation, --only rms_norm")
         names = (
             {case.name for case in table.cases(True) + list(map(chain_case, CHAINS))}
             if self.only
@@ -92,19 +101,38 @@ class Config(Options):
                 f"--only {', '.join(sorted(unknown))}: choose among {', '.join(sorted(names))}"
             )
 
+    def forms(self) -> list[str]:
+        """Return the forms to time, a user's kernel also where a preset does not name it."""
+        return list(dict.fromkeys([*self.variants, *(["yours"] if self.yours else [])]))
+
     def cases(self) -> list[Case]:
-        """The operations and chains of the run, in each of their sizes."""
+        """Return the operations and chains of the run, in each of their sizes."""
+        yours = None if self.yours is None else kernel_of(self.yours)
         found = [] if self.chain else table.cases(self.small)
         found += [
             chain_case(chain).sized(self.small)
             for chain in ([self.chain] if self.chain else CHAINS)
         ]
         return [
-            dataclasses.replace(case, shape=(max(1, case.shape[0] // divisor), *case.shape[1:]))
+            dataclasses.replace(
+                case, shape=(max(1, case.shape[0] // divisor), *case.shape[1:]), yours=yours
+            )
             for case in found
             if not self.only or case.name in self.only
             for divisor in self.shrink
         ]
+
+
+def kernel_of(name: str) -> Function:
+    """Return a user's kernel. Of an autograd Function, that is its `apply`.
+
+    Raises:
+        ValueError: it cannot be imported.
+    """
+    found = factory_of(name, "--yours")
+    if isinstance(found, type) and issubclass(found, torch.autograd.Function):
+        return found.apply
+    return found
 
 
 SMALL = {"small": True, "variants": ("ours", "naive", "builtin"), "repeat_ms": 1, "rounds": 6}
@@ -123,7 +151,7 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
     limits = ceilings(device, config.repeat_ms)
     for case, direction in [(each, way) for each in config.cases() for way in each.directions]:
         known = {"label": case.label, "direction": direction}
-        missing = [v for v in config.variants if case.operation.has(v) and not run.done(v, **known)]
+        missing = [v for v in config.forms() if case.operation.has(v) and not run.done(v, **known)]
         if not missing:
             continue
         run.progress(f"{case.label} {direction}: {', '.join(missing)}")

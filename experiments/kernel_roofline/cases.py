@@ -20,7 +20,7 @@ from kernels.cost import Cost
 # All other modules of `kernels` are imported inside the operations: the first import decides
 # whether kernels are compiled or interpreted (TRITON_INTERPRET).
 
-VARIANTS = ("ours", "naive", "builtin", "compile", "template", "liger", "torchao")
+VARIANTS = ("ours", "naive", "builtin", "compile", "template", "liger", "torchao", "yours")
 Function = Callable[..., Any]
 Shape = tuple[int, ...]
 
@@ -166,6 +166,7 @@ class Case:
         dtype: name of the dtype in torch.
         directions: what to time: "fwd", "bwd" or "both", the two in one call.
         chain: names of the steps if the row is a chain of operations (see `chains`).
+        yours: a user's kernel for the operation.
     """
 
     name: str
@@ -175,6 +176,7 @@ class Case:
     dtype: str = "bfloat16"
     directions: tuple[str, ...] = ("fwd", "bwd")
     chain: tuple[str, ...] = ()
+    yours: Function | None = None
 
     @property
     def label(self) -> str:
@@ -183,7 +185,8 @@ class Case:
     @functools.cached_property
     def operation(self) -> "Operation":
         """The operation at this size. Made once, because an optimizer keeps its state in it."""
-        return self.make(self.shape, getattr(torch, self.dtype))
+        operation = self.make(self.shape, getattr(torch, self.dtype))
+        return dataclasses.replace(operation, yours=self.yours)
 
     def sized(self, small: bool) -> "Case":
         """Return this row, or the row of the smoke test."""
@@ -214,6 +217,7 @@ class Operation:
         builtin: torch's own operator.
         liger: Liger Kernel's.
         torchao: torchao's.
+        yours: a user's kernel.
         forward_cost: least FLOPs and bytes of the forward pass.
         backward_cost: least FLOPs and bytes of the backward pass. None if it is not timed.
         compute_bound: True if arithmetic bounds the operation. Its rate is then compared with
@@ -234,6 +238,7 @@ class Operation:
     builtin: Function | None = None
     liger: Function | None = None
     torchao: Function | None = None
+    yours: Function | None = None
     forward_cost: Cost
     backward_cost: Cost | None = None
     compute_bound: bool = False
@@ -253,6 +258,7 @@ class Operation:
             "builtin": self.builtin,
             "liger": self.liger,
             "torchao": self.torchao,
+            "yours": self.yours,
         }
         return {name: function for name, function in every.items() if function is not None}
 

@@ -32,7 +32,7 @@ from distlab.report.style import BLUE, GREEN, INK, ORANGE, picture
 
 from .cases import VARIANTS
 
-PEERS = VARIANTS[1:]
+PEERS = VARIANTS[1:-1]  # all but ours and a user's
 DIRECTIONS = {
     "fwd": ("o", BLUE, "forward"),
     "bwd": ("s", ORANGE, "backward"),
@@ -80,7 +80,7 @@ OFF = prediction_error("predicted_over_naive", "over_naive")
 
 def fastest_peer(rows: Sequence[Record], clock: str) -> Record | None:
     """Return the peer of a row whose median by this clock, `time` or `wall`, is the smallest."""
-    peers = [row for row in rows if row.variant != "ours"]
+    peers = [row for row in rows if row.variant in PEERS]
     return fastest([row for row in peers if is_right(row)], f"{clock}_p50_ms")
 
 
@@ -106,6 +106,9 @@ def compare(records: Sequence[Record]) -> list[Record]:
                 | ratio_metrics("over_naive", record, naive, "time")
                 | ratio_metrics("over_builtin", record, builtin, "time")
             )
+            if record.variant == "yours":
+                ours = row_named("ours", rows)
+                record = record.with_metrics(ratio_metrics("over_ours", record, ours, "time"))
         found.append(record)
     return found
 
@@ -119,7 +122,27 @@ def verdicts(records: Sequence[Record]) -> list[str]:
     ):
         if line:
             lines.append(line)
-    return lines + _predictions(records)
+    return yours(records) + lines + _predictions(records)
+
+
+def yours(records: Sequence[Record]) -> list[str]:
+    """Compare a user's kernel with the lab's and with the fastest peer, on the device."""
+    lines = []
+    for record in records:
+        if record.variant != "yours":
+            continue
+        where = " ".join(operation_of(record))
+        if not is_right(record):
+            lines.append(f"Yours at {where}: {record.metrics['status']}.")
+            continue
+        parts = []
+        for name, other in (("over_ours", "the lab's"), ("over_peer", "the fastest peer's")):
+            if name in record.metrics:
+                tie = ", a tie" if verdict_of(record, name) == UNCLEAR else ""
+                parts.append(f"{with_interval(record, name)} of {other} time{tie}")
+        if parts:
+            lines.append(f"Yours at {where} takes {' and '.join(parts)}.")
+    return lines
 
 
 def _against_peers(records: Sequence[Record], how: str, ratio: str, clock: str) -> str:
@@ -280,6 +303,7 @@ COMPARISON_COLUMNS = [
     *SHARES,
     *HELD,
     ratio_column("over_builtin", "ours ÷ builtin", ".2f", missing="", optional=True),
+    ratio_column("over_ours", "yours ÷ ours", ".2f", missing="", optional=True),
     *NAIVE,
 ]
 
