@@ -27,7 +27,7 @@ SOURCE = Path(__file__).parents[1].joinpath("_cuda_kernels.cu").read_text(encodi
 # Lines of code with one statement each, in Triton and in CUDA C++: of a kernel and of the functions
 # that it calls. A test counts them.
 LINES = {"add": (8, 5), "softmax": (16, 33), "matmul": (51, 78), "attention": (42, 114)}
-STEP = lesson.Step("tuned tiles", **TUNED[64], skip=True, split=True)
+STEP = TUNED[64]
 
 
 def add(bench: Bench) -> None:
