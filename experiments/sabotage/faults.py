@@ -34,7 +34,7 @@ from distlab.parallel.regions import Share
 from distlab.parallel.schedules import Action, gpipe, zero_bubble
 from kernels.flash_attention import FlashAttention2PyTorch, ops, tiled
 
-# -- data parallelism ------------------------------------------------------------------------------------------
+# -- data parallelism ------------------------------------------------------------------------------
 
 
 def without_broadcast(module: nn.Module, **options: Any) -> FlatDDP:
@@ -175,7 +175,7 @@ class SendsEachMicroBatch(BucketedDDP):
         self.finish_gradient_synchronization()
 
 
-# -- sharding --------------------------------------------------------------------------------------------------
+# -- sharding --------------------------------------------------------------------------------------
 
 
 class WaitsInOwnersForward(ZeroOptimizer):
@@ -226,7 +226,7 @@ class ClipsItsOwnPart(BucketedDDP):
         nn.utils.clip_grad_norm_(self.trainable, 0.1)
 
 
-# -- tensor and context parallelism ----------------------------------------------------------------------------
+# -- tensor and context parallelism ----------------------------------------------------------------
 
 vocabulary_cross_entropy, merge = tensor_parallel.vocabulary_cross_entropy, context_parallel._merge
 
@@ -267,7 +267,7 @@ def chunks_in_order(ranks: int) -> list[tuple[int, int]]:
     return [(2 * rank, 2 * rank + 1) for rank in range(ranks)]
 
 
-# -- pipelines -------------------------------------------------------------------------------------------------
+# -- pipelines -------------------------------------------------------------------------------------
 
 run_schedule = Pipeline.run
 
@@ -296,7 +296,7 @@ def last_weights_forgotten(pipeline: Pipeline, batches: int) -> list[Action]:
     return [action for action in actions if (action.kind, action.batch) != ("W", batches - 1)]
 
 
-# -- attention -------------------------------------------------------------------------------------------------
+# -- attention -------------------------------------------------------------------------------------
 
 
 def healthy_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

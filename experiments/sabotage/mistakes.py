@@ -47,7 +47,7 @@ EQUALITY, VOLUME, ATTENTION, PAIRS, ERROR = (
     "error",
 )
 
-# -- what is trained -------------------------------------------------------------------------------------------
+# -- what is trained -------------------------------------------------------------------------------
 
 
 def language_model(
@@ -141,7 +141,7 @@ def _seeded(module: type[nn.Module], seed: int, device: torch.device) -> nn.Modu
     return module().to(device)
 
 
-# -- the list --------------------------------------------------------------------------------------------------
+# -- the list --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
