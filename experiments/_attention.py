@@ -46,7 +46,7 @@ WRITTEN = re.compile(
 class Shape:
     """Shape of a call, causal unless full.
 
-    Query i is at the position of key i. A window is of keys before it.
+    Query i is at the position of key i, and sees at most `window` keys before that position.
     """
 
     batch: int
@@ -66,20 +66,43 @@ class Shape:
         Raises:
             ValueError: another text, or numbers that do not fit together.
         """
-        found = WRITTEN.fullmatch(text)
-        sizes = (
-            [int(size or found[place]) for place, size in enumerate(found.groups()[:6])]
-            if found
-            else [0]
-        )
-        mask, _, size = ((found and found[7]) or "").partition("=")
-        if 0 in sizes or sizes[1] % sizes[2] or (mask == "documents" and sizes[3] != sizes[4]):
+        shape = cls._read(text)
+        if shape is None:
             raise ValueError(
-                f"shape {text!r}: give BATCHxHEADS[:KEY HEADS]xQUERIES[:KEYS]xHEAD DIM, heads a multiple of key heads, "
-                "and /full, /window=W or /documents=N (equal numbers of queries and keys) where it is not plainly "
-                "causal, such as 4x32:8x4096x128/window=1024"
+                f"shape {text!r}: give BATCHxHEADS[:KEY HEADS]xQUERIES[:KEYS]xHEAD DIM, heads a "
+                "multiple of key heads, and /full, /window=W or /documents=N (equal numbers of "
+                "queries and keys) where it is not plainly causal, such as "
+                "4x32:8x4096x128/window=1024"
             )
-        return cls(*sizes, causal=mask != "full", **({mask: int(size)} if size else {}))
+        return shape
+
+    @classmethod
+    def _read(cls, text: str) -> "Shape | None":
+        """Return the shape that `text` describes, or None if it describes none."""
+        found = WRITTEN.fullmatch(text)
+        if found is None:
+            return None
+        batch, heads, kv_heads, queries, keys, head_dim, mask = found.groups()
+        kind, _, number = (mask or "").partition("=")
+        shape = cls(
+            batch=int(batch),
+            heads=int(heads),
+            kv_heads=int(kv_heads or heads),
+            queries=int(queries),
+            keys=int(keys or queries),
+            head_dim=int(head_dim),
+            causal=kind != "full",
+            window=int(number) if kind == "window" else None,
+            documents=int(number) if kind == "documents" else None,
+        )
+        head_sizes = (shape.heads, shape.kv_heads, shape.head_dim)
+        if 0 in (shape.batch, shape.queries, shape.keys, *head_sizes):
+            return None
+        if shape.heads % shape.kv_heads:
+            return None
+        if shape.documents is not None and shape.queries != shape.keys:
+            return None
+        return shape
 
     @property
     def is_plain(self) -> bool:
@@ -97,41 +120,40 @@ class Shape:
 
     def visible(self, query: Tensor, key: Tensor, ids: Tensor | None) -> Tensor:
         """Return whether the query at a position sees the key at another. Positions broadcast."""
-        seen = key <= query if self.causal else (key >= 0) & (query >= 0)
+        if self.causal:
+            seen = key <= query
+        else:
+            seen = (key >= 0) & (query >= 0)  # all pairs, in the shape of the positions
         if self.window is not None:
             seen = seen & (query - key <= self.window)
         return seen if ids is None else seen & (ids[query] == ids[key])
 
     def mask(self, device: torch.device | str, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the mask of queries from `start` to `stop` and all keys, True if visible."""
-        query, key = (
-            torch.arange(self.queries, device=device)[start:stop, None],
-            torch.arange(self.keys, device=device),
-        )
+        query = torch.arange(self.queries, device=device)[start:stop, None]
+        key = torch.arange(self.keys, device=device)
         return self.visible(query, key, self.document_ids(device))
 
     def flops(self) -> float:
-        """FLOPs of the forward, by convention: visible pairs only."""
+        """Return the FLOPs of the forward, by convention: visible pairs only."""
         ids = self.document_ids()
-        parts = (
-            [(self.queries, self.keys)]
-            if ids is None
-            else [(n, n) for n in ids.bincount().tolist()]
-        )
-        return sum(
-            cost(
-                (self.batch, self.heads, m, self.head_dim),
-                (self.batch, self.kv_heads, n, self.head_dim),
-                torch.bfloat16,
-                causal=self.causal,
-                window=self.window,
-            ).flops
-            for m, n in parts
-        )
+        if ids is None:
+            return self._part_flops(self.queries, self.keys)
+        return sum(self._part_flops(length, length) for length in ids.bincount().tolist())
+
+    def _part_flops(self, queries: int, keys: int) -> float:
+        """Return the FLOPs of the forward of one document, or of a sequence without documents."""
+        q_shape = (self.batch, self.heads, queries, self.head_dim)
+        k_shape = (self.batch, self.kv_heads, keys, self.head_dim)
+        return cost(q_shape, k_shape, torch.bfloat16, causal=self.causal, window=self.window).flops
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
-    """The textbook: the whole score matrix in memory; `seen` (Tq, Tk) where it is not causal."""
+    """Compute attention as in textbooks: the whole score matrix is in memory.
+
+    Args:
+        seen: (Tq, Tk), True for visible pairs. None for causal attention.
+    """
     if seen is None:
         seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
     if q.shape[1] != k.shape[1]:
@@ -141,6 +163,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor
 
 
 def _sdpa(variant: str, shape: Shape) -> Attention:
+    """Return torch's SDPA, limited to the backend of a variant."""
     call = functools.partial(
         F.scaled_dot_product_attention,
         is_causal=shape.causal,
@@ -151,29 +174,28 @@ def _sdpa(variant: str, shape: Shape) -> Attention:
 
 
 def _flex(shape: Shape, ids: Tensor | None, device: str) -> Attention:
+    """Return compiled FlexAttention with a block mask of the visible pairs."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return shape.visible(query, key, ids)
 
     mask = None
     if shape.causal:
-        mask = create_block_mask(
-            lambda b, h, i, j: shape.visible(i, j, ids),
-            None,
-            None,
-            shape.queries,
-            shape.keys,
-            device=device,
-        )
+        # None, None: one mask for every sequence and head
+        mask = create_block_mask(visible, None, None, shape.queries, shape.keys, device=device)
     compiled = torch.compile(flex_attention, dynamic=False)
     return functools.partial(compiled, block_mask=mask, enable_gqa=shape.heads != shape.kv_heads)
 
 
 def _flash_attention_4(shape: Shape) -> Attention:
+    """Return FlashAttention-4, which takes (B, T, H, D)."""
     from flash_attn.cute import flash_attn_func
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=shape.causal)[
-            0
-        ].transpose(1, 2)
+        q_BTHD, k_BTHD, v_BTHD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        o_BTHD, *_ = flash_attn_func(q_BTHD, k_BTHD, v_BTHD, causal=shape.causal)
+        return o_BTHD.transpose(1, 2)
 
     return call
 
@@ -186,7 +208,7 @@ def suits(variant: str, shape: Shape, dtype: str) -> bool:
 
 
 def build(variant: str, shape: Shape, device: str) -> Attention:
-    """The function of a variant; compiled ones are compiled for this shape, as their users do."""
+    """Return the function of a variant. Compiled ones are compiled for this shape, as in use."""
     torch._dynamo.reset()
     if variant in BACKENDS:
         return _sdpa(variant, shape)
@@ -197,21 +219,22 @@ def build(variant: str, shape: Shape, device: str) -> Attention:
         return _flex(shape, ids, device)
     if variant in ("naive", "compiled"):
         seen = None if shape.causal and shape.is_plain else shape.mask(device)
-        return functools.partial(
-            naive if variant == "naive" else torch.compile(naive, dynamic=False), seen=seen
-        )
+        function = naive if variant == "naive" else torch.compile(naive, dynamic=False)
+        return functools.partial(function, seen=seen)
     # once, as a model does
     packed = None if ids is None else document_bounds(ids.expand(shape.batch, -1))
-    options = {"causal": shape.causal, "window": shape.window, "document_ids": packed}
-    options |= {
-        "ours-ieee": {"precision": "ieee"},
-        "ours-deterministic": {"deterministic": True},
-    }.get(variant, {})
-    return functools.partial(flash_attention, **options)
+    ours = functools.partial(
+        flash_attention, causal=shape.causal, window=shape.window, document_ids=packed
+    )
+    if variant == "ours-ieee":
+        return functools.partial(ours, precision="ieee")
+    if variant == "ours-deterministic":
+        return functools.partial(ours, deterministic=True)
+    return ours
 
 
 def last_head(x: Tensor, shape: Shape) -> Tensor:
-    """The last sequence's last key head of k or v, or the query heads that read it."""
+    """Return the last sequence's last key head of k or v, or the query heads that read it."""
     return x.detach()[-1, -(x.shape[1] // shape.kv_heads) :]
 
 
@@ -246,11 +269,14 @@ def errors(results: Sequence[Tensor], expected: Sequence[Tensor], shape: Shape) 
 
 
 def inputs(shape: Shape, dtype: str, device: str) -> list[Tensor]:
-    """[q, k, v, dO], random; the first three ask for gradients."""
+    """Return [q, k, v, dO], random. The first three require gradients."""
     torch.manual_seed(shape.queries + shape.head_dim)
-    q, k = (shape.batch, shape.heads, shape.queries), (shape.batch, shape.kv_heads, shape.keys)
-    found = [
-        torch.randn(*x, shape.head_dim, device=device).to(getattr(torch, dtype))
-        for x in (q, k, k, q)
+    q_shape = (shape.batch, shape.heads, shape.queries, shape.head_dim)
+    k_shape = (shape.batch, shape.kv_heads, shape.keys, shape.head_dim)
+    tensors = [
+        torch.randn(size, device=device).to(getattr(torch, dtype))
+        for size in (q_shape, k_shape, k_shape, q_shape)
     ]
-    return [x.requires_grad_() for x in found[:3]] + found[3:]
+    for tensor in tensors[:3]:
+        tensor.requires_grad_()
+    return tensors

@@ -20,15 +20,25 @@ linear = partial(nn.Linear, bias=False)
 
 
 class SelfAttention(nn.Module):
-    """Grouped queries: rotate(q_BHTD, k_BKTD) turns both, attend(q, k, v) is causal."""
+    """Attention with grouped queries.
+
+    Args:
+        shape: sizes of the model.
+        rotate: function from (q_BHTD, k_BKTD) to both, rotated.
+        attend: causal attention of (q, k, v).
+    """
 
     def __init__(self, shape: ModelConfig, rotate: Callable, attend: Callable) -> None:
         super().__init__()
-        d, self.head_dim = shape.d_model, shape.d_model // shape.num_heads
-        of_keys = shape.kv_heads * self.head_dim
-        self.q_proj, self.k_proj = linear(d, d), linear(d, of_keys)
-        self.v_proj, self.o_proj = linear(d, of_keys), linear(d, d)
-        self.rotate, self.attend = rotate, attend
+        d = shape.d_model
+        self.head_dim = d // shape.num_heads
+        kv_width = shape.kv_heads * self.head_dim
+        self.q_proj = linear(d, d)
+        self.k_proj = linear(d, kv_width)
+        self.v_proj = linear(d, kv_width)
+        self.o_proj = linear(d, d)
+        self.rotate = rotate
+        self.attend = attend
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute (B, T, d) → (B, T, d)."""
@@ -43,11 +53,9 @@ class MLP(nn.Module):
 
     def __init__(self, d: int, d_ff: int) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = (
-            linear(d, d_ff),
-            linear(d, d_ff),
-            linear(d_ff, d),
-        )
+        self.gate_proj = linear(d, d_ff)
+        self.up_proj = linear(d, d_ff)
+        self.down_proj = linear(d_ff, d)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute (…, d) → (…, d)."""
@@ -57,8 +65,11 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """A layer of Llama.
 
-    `norm` and `mlp` make modules of `(d, eps)` and `(d, d_ff)`. The others are those of
-    `SelfAttention`.
+    Args:
+        shape: sizes of the model.
+        norm: function that makes a module from `(d, eps)`.
+        mlp: function that makes a module from `(d, d_ff)`.
+        rotate, attend: functions as in `SelfAttention`.
     """
 
     def __init__(
@@ -77,8 +88,12 @@ class DecoderLayer(nn.Module):
 
 
 def each(turn: Callable, cos: Tensor, sin: Tensor) -> Callable:
-    """A rotation of one tensor as that of queries and keys."""
-    return lambda q, k: (turn(q, cos, sin), turn(k, cos, sin))
+    """Return the rotation of queries and keys by a rotation of one tensor."""
+
+    def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return turn(q, cos, sin), turn(k, cos, sin)
+
+    return rotate
 
 
 def torchs(cos: Tensor, sin: Tensor) -> tuple[Callable, ...]:
@@ -118,9 +133,14 @@ def ligers(cos: Tensor, sin: Tensor) -> tuple[Callable, ...]:
             SimpleNamespace(hidden_act="silu", hidden_size=d, intermediate_size=d_ff)
         )
 
-    # the first half of its sin is not negative
-    llamas = cos[None], sin.chunk(2, -1)[1].repeat(1, 1, 2)
-    return LigerRMSNorm, mlp, lambda q, k: liger_rotary_pos_emb(q, k, *llamas), sdpa
+    # Llama's tables have a batch dimension, and the first half of its sin is not negative.
+    llama_cos = cos[None]
+    llama_sin = sin.chunk(2, -1)[1].repeat(1, 1, 2)
+
+    def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return liger_rotary_pos_emb(q, k, llama_cos, llama_sin)
+
+    return LigerRMSNorm, mlp, rotate, sdpa
 
 
 PARTS = {

@@ -7,11 +7,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
@@ -47,41 +48,46 @@ def simulated(
     """
     task = own_task(name, batch)
 
+    def make_model() -> nn.Module:
+        return made(name)[0]  # without its loss and its examples
+
     def make_step(wrapper: ParallelModel, optimizer: Optimizer, mark: Mark) -> Callable[[], Any]:
         examples = task.batches(0, 0, torch.device("cpu"))
         loss_fn = task.loss_fn
         if wrapper.casts_parameters:
             loss_fn = under_autocast(loss_fn, torch.device("cpu"), DTYPES[dtype])
         train = TrainStep(wrapper, optimizer, loss_fn, mark=mark)
-        return lambda: train(examples)
+        return partial(train, examples)
 
     # A copied layer (`nn.TransformerEncoder` copies its own) must stay in the same fake world.
-    same_world = mock.patch.object(
-        FakeTensorMode, "__deepcopy__", lambda self, memo: self, create=True
-    )
+    same_world = mock.patch.object(FakeTensorMode, "__deepcopy__", _itself, create=True)
     try:
         with same_world, warnings.catch_warnings():
             # torch 2.11's deepcopy does
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             return simulate_step(
                 strategy,
-                lambda: made(name)[0],
+                make_model,
                 make_step,
                 world_size=ranks,
                 compute_dtype=DTYPES[dtype],
             )
     except Exception as error:
-        said = (
-            message_of(error)
-            or f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-        )
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        reason = message_of(error) or f"{type(error).__name__}: {first_line}"
         raise ValueError(
-            f"--model {name} cannot be stepped under {strategy} on tensors without values, from which memory and time "
-            f"are predicted ({said}); what reads values must be measured: distlab run ddp_bench --model {name}"
+            f"--model {name} cannot be stepped under {strategy} on tensors without values, from "
+            f"which memory and time are predicted ({reason}); what reads values must be measured: "
+            f"distlab run ddp_bench --model {name}"
         ) from error
 
 
-# category → as `theory.memory` calls it
+def _itself(mode: FakeTensorMode, memo: dict[int, Any]) -> FakeTensorMode:
+    """Stand in for `FakeTensorMode.__deepcopy__`."""
+    return mode
+
+
+# category → its name in `theory.memory`
 PARTS = {"optimizer": "optimizer_state", "backward": "temporary"}
 
 

@@ -12,15 +12,16 @@ class TrafficLog(EventLog):
 
     def __init__(self) -> None:
         super().__init__()
-        self.phase, self.open, self.places = "forward", [""], []
+        self.phase = "forward"
+        self.open = [""]  # names of the open ranges, innermost last
+        self.places: list[tuple[str, str]] = []
 
     def _add_operator(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         before = len(self.items)
         super()._add_operator(func, args, kwargs, result)
         for operator in self.items[before:]:
-            kind = (
-                "copy"
-                if operator.flops
-                else memory_traffic.kind_of(tensors_in((args, kwargs)), tensors_in(result))
-            )
+            if operator.flops:
+                kind = "copy"  # a matmul's bytes move as those of a copy
+            else:
+                kind = memory_traffic.kind_of(tensors_in((args, kwargs)), tensors_in(result))
             self.places.append((kind, self.open[-1]))

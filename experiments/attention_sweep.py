@@ -2,7 +2,7 @@
 
     distlab run attention_sweep --quick           # one head, three lengths; on a CPU one
     distlab run attention_sweep --preset twelve   # the twelve shapes that the geometric mean is of
-        distlab run attention_sweep --preset memory   # bytes, with a count of tensors by hand
+    distlab run attention_sweep --preset memory   # bytes, with a count of tensors by hand
     distlab run attention_sweep --name shapes     # the record; again: resumes
 
 A shape is BATCHxHEADS[:KEY HEADS]xQUERIES[:KEYS]xHEAD DIM, causal unless it ends in /full,
@@ -17,13 +17,14 @@ TF32 matmuls or six of bf16 on the tensor cores that are as accurate (see the er
 replays.
 
 A variant that refuses a call says so. One that runs out of memory next to all graphs says OOM, with
-the memory that it would have needed, and the sweep goes on.
+the memory that it would have needed, and the sweep goes on. The timed functions are in
+`_attention.py`.
 """
 
 import gc
 import itertools
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -60,6 +61,7 @@ from distlab.report import (
     prediction_error,
     ratio_metrics,
     row_named,
+    sparse_column,
     verdict_of,
     why_unclear,
     with_interval,
@@ -106,8 +108,8 @@ COMPARED = {
 
 
 @dataclass(frozen=True)
-class Config(Options):
-    """One run: a row per shape, dtype and variant that is defined there."""
+class AttentionSweepConfig(Options):
+    """Options of a run: a row per shape, dtype and variant that is defined there."""
 
     shapes: tuple[str, ...] = option(
         TWELVE + MORE, "shapes, BATCHxHEADS[:KEY HEADS]xQUERIES[:KEYS]xHEAD DIM[/MASK]"
@@ -127,7 +129,7 @@ class Config(Options):
             Shape.parse(text)
 
     def rows(self, shape: Shape, dtype: str) -> list[str]:
-        """Variants that there are of a shape."""
+        """Return the variants that are defined for a shape and dtype."""
         return [variant for variant in self.variants if suits(variant, shape, dtype)]
 
 
@@ -154,17 +156,22 @@ def predicted_memory(variant: str, shape: Shape, dtype: str) -> dict[str, int]:
         return {}
     heads, length = shape.batch * shape.heads, shape.queries
     q = torch.empty(heads, 1, length, shape.head_dim, dtype=getattr(torch, dtype), device="meta")
-    statistics, tensor, matrix = 4 * heads * length, q.nbytes, heads * length**2 * q.itemsize
+    tensor = q.nbytes
     if variant == "naive":
-        before, peak = 5 * tensor + matrix + length**2, 6 * tensor + 4 * matrix + length**2
+        matrix = heads * length**2 * q.itemsize
+        mask = length**2
+        before = 5 * tensor + matrix + mask
+        peak = 6 * tensor + 4 * matrix + mask
     else:
+        statistics = 4 * heads * length
         one_pass = (
             torch.cuda.is_available()
             and hopper.adds_in_any_order(q)
             and hopper.serves("backward", q, q, q, Problem((None, 0), 1.0))
         )
         summed = 0 if variant == "ours" and not one_pass else 4 * q.numel()
-        before, peak = 5 * tensor + statistics, 8 * tensor + 3 * statistics + summed
+        before = 5 * tensor + statistics
+        peak = 8 * tensor + 3 * statistics + summed
     return {"predicted_before_bwd_bytes": before, "predicted_peak_bytes": peak}
 
 
@@ -208,14 +215,12 @@ def of_shape(
             runs = {"fwd_device": partial(fn, *case[:3]), "fwd_bwd_device": whole}
             graphs = {name: replayed(run, beside=last) for name, run in runs.items()}
             last = graphs["fwd_bwd_device"].graph
-        clocks[variant] = lambda: (
-            call_ms(whole, 1) | {name: replay(2) for name, replay in graphs.items()}
-        )
+        clocks[variant] = partial(sample_once, whole, graphs)
         return metrics
 
     found = {variant: attempt(partial(prepare, variant)) for variant in variants}
     for variant, metrics in sample_rounds(clocks, rounds).items():
-        # out of memory, maybe, where the first call was not: all graphs lie beside it
+        # This status can be OOM although the first call succeeded: now the graphs take memory too.
         found[variant] |= metrics
     for variant, metrics in found.items():
         if "fwd_device_p50_ms" in metrics:
@@ -224,14 +229,26 @@ def of_shape(
     return found
 
 
+def sample_once(
+    whole: Callable[[], Any], graphs: Mapping[str, Callable[[int], list[float]]]
+) -> dict[str, list[float]]:
+    """Return ms of one round: by the wall and the host, and of two replays of each graph."""
+    samples = call_ms(whole, 1)
+    for name, replay in graphs.items():
+        samples[name] = replay(2)
+    return samples
+
+
 def rates(shape: Shape, fwd_ms: float, fwd_bwd_ms: float) -> dict[str, float]:
-    """The backward's time, and TFLOP/s of forward, backward and both by convention."""
-    passes = {"fwd": (1.0, fwd_ms), "bwd": (2.5, fwd_bwd_ms - fwd_ms), "fwd_bwd": (3.5, fwd_bwd_ms)}
-    found = {
-        f"{name}_tflop_per_s": times * shape.flops() / ms / 1e9
-        for name, (times, ms) in passes.items()
+    """Return ms of the backward, and TFLOP/s of forward, backward and both by convention."""
+    bwd_ms = fwd_bwd_ms - fwd_ms
+    forward_tflop_ms = shape.flops() / 1e9  # TFLOP of the forward, times 1,000: divide by ms
+    return {
+        "fwd_tflop_per_s": 1.0 * forward_tflop_ms / fwd_ms,
+        "bwd_tflop_per_s": 2.5 * forward_tflop_ms / bwd_ms,
+        "fwd_bwd_tflop_per_s": 3.5 * forward_tflop_ms / fwd_bwd_ms,
+        "bwd_device_p50_ms": bwd_ms,
     }
-    return found | {"bwd_device_p50_ms": fwd_bwd_ms - fwd_ms}
 
 
 def compare(records: Sequence[Record]) -> list[Record]:
@@ -280,29 +297,30 @@ def against_fastest(ours: Record, rows: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def measure(config: Config, context: RankContext, run: Run) -> None:
-    """A row per shape, dtype and variant, with the reason in `status` if it fails."""
+def measure(config: AttentionSweepConfig, context: RankContext, run: Run) -> None:
+    """Add a row per shape, dtype and variant, with the reason in `status` if it fails."""
     device = context.device.type
     if config.warm:
         warm(config, device)
     cases = list(itertools.product(config.dtypes, config.shapes))
     pace = Pace(len(cases), "shapes", run.progress)
     for dtype, text in cases:
-        shape, row = Shape.parse(text), {"shape": text, "dtype": dtype}
+        shape = Shape.parse(text)
         variants = config.rows(shape, dtype)
-        if not all(run.done(variant, **row) for variant in variants):
+        if not all(run.done(variant, shape=text, dtype=dtype) for variant in variants):
             for variant, metrics in of_shape(shape, dtype, variants, config.rounds, device).items():
                 run.add(
                     variant,
                     metrics,
-                    **row,
+                    shape=text,
+                    dtype=dtype,
                     batch=shape.batch,
                     heads=shape.heads,
                     length=shape.queries,
                     head_dim=shape.head_dim,
                     causal=shape.causal,
                 )
-            gc.collect()  # graphs and compiled functions lie in cycles of Python objects
+            gc.collect()  # graphs and compiled functions are kept by cycles of Python objects
             torch.cuda.empty_cache()
         pace()
 
@@ -314,17 +332,16 @@ def compiled(text: str, dtype: str, variant: str, device: str) -> dict[str, obje
     return {}
 
 
-def warm(config: Config, device: str) -> None:
+def warm(config: AttentionSweepConfig, device: str) -> None:
     """Compile the compiled variants of all rows in parallel processes.
 
     Failures show when a row is measured.
     """
-    jobs = [
-        partial(compiled, text, dtype, variant, device)
-        for dtype, text in itertools.product(config.dtypes, config.shapes)
-        for variant in config.rows(Shape.parse(text), dtype)
-        if variant in COMPILED
-    ]
+    jobs = []
+    for dtype, text in itertools.product(config.dtypes, config.shapes):
+        for variant in config.rows(Shape.parse(text), dtype):
+            if variant in COMPILED:
+                jobs.append(partial(compiled, text, dtype, variant, device))
     with ProcessPoolExecutor(config.warm, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(attempt, jobs))
 
@@ -332,27 +349,25 @@ def warm(config: Config, device: str) -> None:
 def crossovers(records: list[Record]) -> list[str]:
     """Name the rows that are faster than ours by wall time, and count the undecided ones."""
     compared = [record for record in records if "ours_over_wall" in record.metrics]
-    verdicts = {
-        verdict: [r for r in compared if verdict_of(r, "ours_over_wall") == verdict]
-        for verdict in (SLOWER, UNCLEAR)
-    }
+    slower = [record for record in compared if verdict_of(record, "ours_over_wall") == SLOWER]
+    unclear = [record for record in compared if verdict_of(record, "ours_over_wall") == UNCLEAR]
     found = []
-    if verdicts[SLOWER]:
+    if slower:
         names = [
             f"{r.config['shape']} ({r.variant}, ours / it {with_interval(r, 'ours_over_wall')})"
-            for r in verdicts[SLOWER]
+            for r in slower
         ]
         found.append(f"A peer is faster at {', '.join(names)}.")
-    if verdicts[UNCLEAR]:
+    if unclear:
         found.append(
-            f"This run cannot tell which is faster in {len(verdicts[UNCLEAR])} of {len(compared)} rows of peers, by "
-            f"the wall. {why_unclear(verdicts[UNCLEAR], 'ours_over_wall')}"
+            f"This run cannot tell which is faster in {len(unclear)} of {len(compared)} rows of "
+            f"peers, by the wall. {why_unclear(unclear, 'ours_over_wall')}"
         )
     return found
 
 
-def geometric_means(records: list[Record]) -> str:
-    """Return a headline: ours over SDPA's default at the measured ones of the twelve shapes."""
+def geometric_means(records: Sequence[Record]) -> str:
+    """Return the end of the headline: ours over SDPA's default, at the twelve shapes measured."""
     rows = [r for r in records if r.variant == "sdpa" and r.config.get("shape") in TWELVE]
     on_device = [r for r in rows if "ours_over_device" in r.metrics]
     if not on_device:
@@ -368,38 +383,47 @@ def geometric_means(records: list[Record]) -> str:
 def _mean_ratio(records: Sequence[Record], name: str) -> str:
     """Return the geometric mean of a ratio and, if every row has an interval, means of their ends.
 
-    That is wider than the interval of the mean would be, if noise of one shape told nothing of the
-    next.
+    The means of the ends are wider apart than the interval of the mean is if the noise of different
+    shapes is independent.
     """
     mean = f"{geometric_mean(r.metrics[name] for r in records):.3f}"
     intervals = [interval_of(record, name) for record in records]
     if any(each is None or each.low <= 0 for each in intervals):
         return mean
-    low, high = (
-        geometric_mean(getattr(each, end) for each in intervals) for end in ("low", "high")
-    )
+    low = geometric_mean(each.low for each in intervals)
+    high = geometric_mean(each.high for each in intervals)
     return f"{mean} (95 %: {low:.3f} to {high:.3f})"
 
 
 def wrong(records: list[Record]) -> list[str]:
-    """Rows of ours whose error is above three times the largest of its peers."""
+    """Name the rows whose error is above three times the largest of the shape's peers."""
     found = []
-    for shape, rows in grouped(
-        records, lambda r: (r.config["dtype"], r.config.get("shape"))
-    ).items():
+    for case, rows in grouped(records, case_of).items():
         for name in ("max_abs_error", "max_abs_grad_error"):
-            peers = [r.metrics[name] for r in rows if name in r.metrics and r.variant[:4] != "ours"]
-            found += [
-                f"{r.variant} at {' '.join(shape)}: {name} {r.metrics[name]:.1e}"
-                for r in rows
-                if peers and name in r.metrics and not r.metrics[name] <= 3 * max(peers) + 1e-5
-            ]
+            found += _above_peers(
+                " ".join(case), name, [row for row in rows if name in row.metrics]
+            )
     return found
 
 
+def _above_peers(case: str, name: str, rows: Sequence[Record]) -> list[str]:
+    """Name the rows whose error `name` is above three times the largest of the peers among them."""
+    peers = [row.metrics[name] for row in rows if not row.variant.startswith("ours")]
+    if not peers:
+        return []
+    limit = 3 * max(peers) + 1e-5
+    # "not <=" instead of ">", because NaN is an error
+    above = [row for row in rows if not row.metrics[name] <= limit]
+    return [f"{row.variant} at {case}: {name} {row.metrics[name]:.1e}" for row in above]
+
+
 def behind(name: str) -> Callable[[Record], str]:
-    """Return a mark for a peer that is faster than ours by the whole interval."""
-    return lambda record: " behind" if verdict_of(record, f"ours_over_{name}") == SLOWER else ""
+    """Return a column's note: it marks peers that are faster than ours by the whole interval."""
+
+    def mark(record: Record) -> str:
+        return " behind" if verdict_of(record, f"ours_over_{name}") == SLOWER else ""
+
+    return mark
 
 
 def draw(records: Sequence[Record], path: Path, *, metric: str, label: str) -> None:
@@ -411,21 +435,19 @@ def draw(records: Sequence[Record], path: Path, *, metric: str, label: str) -> N
         r for r in records if r.metrics.get(metric) is not None and r.config.get("heads", 1) == 1
     ]
     panels = []
-    for (dtype, head_dim), mine in grouped(
-        rows, lambda r: (r.config["dtype"], r.config["head_dim"])
-    ).items():
-        mine.sort(key=lambda r: (r.variant != "ours", r.config["length"]))
-        series = [
-            Series(
-                variant,
-                [r.config["length"] for r in line],
-                [r.metrics[metric] for r in line],
-                line="-",
-                marked=True,
-                width=2.2 if variant == "ours" else 1,
+    for (dtype, head_dim), panel_rows in grouped(rows, _panel_of).items():
+        series = []
+        for variant, line in grouped(sorted(panel_rows, key=_ours_first), _variant_of).items():
+            series.append(
+                Series(
+                    variant,
+                    [r.config["length"] for r in line],
+                    [r.metrics[metric] for r in line],
+                    line="-",
+                    marked=True,
+                    width=2.2 if variant == "ours" else 1,
+                )
             )
-            for variant, line in grouped(mine, lambda r: r.variant).items()
-        ]
         panels.append(
             Panel(f"dtype {dtype}, head_dim {head_dim}", "length", label, series, log_y=True)
         )
@@ -433,22 +455,46 @@ def draw(records: Sequence[Record], path: Path, *, metric: str, label: str) -> N
         lines(path, panels, title=f"{label}, over length")
 
 
-SHAPE = "{batch}x1x{length}x{head_dim}"  # of a record that has none
-headline = headline_from(
+def _panel_of(record: Record) -> tuple[str, int]:
+    """Return the dtype and the head dimension of a row."""
+    return record.config["dtype"], record.config["head_dim"]
+
+
+def _ours_first(record: Record) -> tuple[bool, int]:
+    """Return a sort key: our rows first, by length."""
+    return record.variant != "ours", record.config["length"]
+
+
+def _variant_of(record: Record) -> str:
+    """Return the variant of a row."""
+    return record.variant
+
+
+def shape_of(record: Record) -> str:
+    """Return the shape of a record that was written before records had one: one head."""
+    return "{batch}x1x{length}x{head_dim}".format(**record.config)
+
+
+_device_headline = headline_from(
     "Attention, forward + backward, {device_name}, torch {torch}, triton {triton}"
 )
-ERRORS = [
-    Column(f"metrics.max_abs_{name}error", f"max |Δ{of}|", ".1e", optional=True)
-    for name, of in (("", "o"), ("grad_", "grad"))
-]
-MIB = {"format": ",.1f", "scale": 2**-20, "optional": True}
+
+
+def headline(records: Sequence[Record]) -> str:
+    """Return the device and the geometric means, or that there are no device times."""
+    if not records[0].environment.get("cuda"):
+        return "A CPU: no device times"
+    return _device_headline(records) + geometric_means(records)
+
+
+mib_column = partial(Column, format=",.1f", scale=2**-20, optional=True)  # of bytes, in MiB
 VIEW = View(
     columns=[
         Column(
             "config.shape",
             "shape",
             align="left",
-            derived=lambda record: SHAPE.format(**record.config),
+            derived=shape_of,
         ),
         Column("config.dtype", "type"),
         Column("variant", "variant"),
@@ -481,33 +527,23 @@ VIEW = View(
         ),
         Column("metrics.bwd_device_p50_ms", "backward ms", ".4f", optional=True),
         Column("metrics.fwd_bwd_tflop_per_s", "TFLOP/s", ".1f", optional=True),
-        *(
-            Column(f"metrics.{key}", title, form, missing="", optional=True)
-            for key, title, form in (
-                ("peer", "fastest peer", ""),
-                ("peer_ms", "fastest peer ms", ".4f"),
-                ("ours_over_peer", "ours ÷ fastest peer", ".2f"),
-            )
-        ),
+        sparse_column("metrics.peer", "fastest peer", optional=True),
+        sparse_column("metrics.peer_ms", "fastest peer ms", ".4f", optional=True),
+        sparse_column("metrics.ours_over_peer", "ours ÷ fastest peer", ".2f", optional=True),
         Column("metrics.host_p50_ms", "host ms", ".3f", optional=True),
-        Column("metrics.before_bwd_alloc_bytes", "before backward MiB", **MIB),
-        Column(
-            "metrics.predicted_before_bwd_bytes", "predicted before backward", missing="", **MIB
-        ),
+        mib_column("metrics.before_bwd_alloc_bytes", "before backward MiB"),
+        mib_column("metrics.predicted_before_bwd_bytes", "predicted before backward", missing=""),
         prediction_error(
             "predicted_before_bwd_bytes", "before_bwd_alloc_bytes", "off % before backward"
         ),
-        Column("metrics.peak_alloc_bytes", "peak MiB", **MIB),
-        Column("metrics.predicted_peak_bytes", "predicted peak", missing="", **MIB),
+        mib_column("metrics.peak_alloc_bytes", "peak MiB"),
+        mib_column("metrics.predicted_peak_bytes", "predicted peak", missing=""),
         prediction_error("predicted_peak_bytes", "peak_alloc_bytes", "off % at the peak"),
-        *ERRORS,
+        Column("metrics.max_abs_error", "max |Δo|", ".1e", optional=True),
+        Column("metrics.max_abs_grad_error", "max |Δgrad|", ".1e", optional=True),
         Column("metrics.status", "status"),
     ],
-    headline=lambda records: (
-        headline(records) + geometric_means(records)
-        if records[0].environment.get("cuda")
-        else "A CPU: no device times"
-    ),
+    headline=headline,
     terminal=(
         "shape",
         "variant",
@@ -526,16 +562,18 @@ VIEW = View(
     },
     derive=compare,
     findings=crossovers,
-    reading="Wall is one forward and backward of many in a loop; host is until Python has issued it, and decides where "
-    "it exceeds the device's: such rows are marked. Device times are replays of a CUDA graph with a warm L2; backward "
-    "is forward + backward minus forward. Ours / it is ours over that row in the column before; behind: ours is slower."
-    " Pictures are of one head; in that of the memory naive attention, which keeps the weights of all pairs, grows "
-    "with the square of the length, all others, which keep the log-sum-exp of each row, with the length. The "
-    "prediction of a row that says OOM is what it needs.",
-    prediction="Of the memory: inputs, outputs, what is saved, and temporaries, counted by hand in closed form.",
-    noise="Medians over interleaved rounds, in each of which every variant of a shape is timed; ratios are paired by "
-    "round, and ours is behind a row only where the whole 95 % interval of their ratio is above 1. "
-    "A record without intervals has no such mark.",
+    reading="Wall is one forward and backward of many in a loop; host is until Python has issued "
+    "it, and decides where it exceeds the device's: such rows are marked. Device times are replays "
+    "of a CUDA graph with a warm L2; backward is forward + backward minus forward. Ours / it is "
+    "ours over that row in the column before; behind: ours is slower. Pictures are of one head; in "
+    "that of the memory naive attention, which keeps the weights of all pairs, grows with the "
+    "square of the length, all others, which keep the log-sum-exp of each row, with the length. "
+    "The prediction of a row that says OOM is what it needs.",
+    prediction="Of the memory: inputs, outputs, what is saved, and temporaries, counted by hand in "
+    "closed form.",
+    noise="Medians over interleaved rounds, in each of which every variant of a shape is timed; "
+    "ratios are paired by round, and ours is behind a row only where the whole 95 % interval of "
+    "their ratio is above 1. A record without intervals has no such mark.",
 )
 SMOKE = {
     "shapes": ("1x1x32x16", "1x2:1x16x16/documents=2"),
@@ -544,7 +582,7 @@ SMOKE = {
     "rounds": 3,
 }
 EXPERIMENT = Experiment(
-    Config,
+    AttentionSweepConfig,
     measure,
     VIEW,
     presets={
@@ -555,7 +593,9 @@ EXPERIMENT = Experiment(
             "variants": (
                 "naive",
                 "compiled",
-                *Config.variants[:3],
+                "sdpa",
+                "sdpa-cudnn",
+                "sdpa-flash",
                 "sdpa-efficient",
                 "flex",
                 "ours",

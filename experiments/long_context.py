@@ -58,7 +58,8 @@ from distlab.theory.flops import forward_flops, mfu
 from distlab.train.memory_budget import require
 
 SAME_LOSS = 0.02  # relative; two honest bf16 computations of one step
-CLOSE = 1.02  # over the fastest peer's step: a peer that may still be the fastest in further rounds
+# of the fastest peer's step: a peer within this factor may be the fastest after further rounds
+CLOSE = 1.02
 OURS = "fsdp"
 PEER = {"ops": "torch", "attention": "sdpa", "compile": "blocks"}
 # row → (strategy, options that are not the command's)
@@ -66,10 +67,11 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
     OURS: ("fsdp", {}),
     "fsdp blocks": ("fsdp", {"checkpointing": "block"}),
     "fsdp sdpa": ("fsdp", {"attention": "sdpa"}),
-    **{
-        f"fsdp2 {keep}": ("fsdp2", PEER | {"checkpointing": keep})
-        for keep in ("block", "attention", "qkv", "selective", "auto")
-    },
+    "fsdp2 block": ("fsdp2", PEER | {"checkpointing": "block"}),
+    "fsdp2 attention": ("fsdp2", PEER | {"checkpointing": "attention"}),
+    "fsdp2 qkv": ("fsdp2", PEER | {"checkpointing": "qkv"}),
+    "fsdp2 selective": ("fsdp2", PEER | {"checkpointing": "selective"}),
+    "fsdp2 auto": ("fsdp2", PEER | {"checkpointing": "auto"}),
 }
 
 
@@ -113,53 +115,50 @@ class LongContextConfig(BenchOptions, TimingOptions):
         super().__post_init__()
 
     def base(self) -> ModelConfig:
-        """The preset, every dimension but the width of a head times the scale."""
+        """Return the preset with every dimension but the width of a head times the scale."""
         whole, scale = super().base(), Fraction(self.scale)
         if scale == 1:
             return whole
-        heads, kv_heads, *rest = (
-            max(1, int(scale * size))
-            for size in (
-                whole.num_heads,
-                whole.kv_heads,
-                whole.d_ff,
-                whole.num_layers,
-                whole.vocab_size,
-            )
-        )
-        d_ff, layers, vocabulary = rest
+
+        def scaled(size: int) -> int:
+            return max(1, int(scale * size))
+
+        heads = scaled(whole.num_heads)
+        # Groups of queries that share a key head must be of equal size.
+        kv_heads = math.gcd(heads, scaled(whole.kv_heads))
         return replace(
             whole,
             d_model=heads * whole.head_dim,
-            d_ff=d_ff,
-            num_layers=layers,
+            d_ff=scaled(whole.d_ff),
+            num_layers=scaled(whole.num_layers),
             num_heads=heads,
-            num_kv_heads=whole.num_kv_heads and math.gcd(heads, kv_heads),
-            vocab_size=vocabulary,
-            context_length=max(1, int(scale * whole.context_length)),
+            num_kv_heads=whole.num_kv_heads and kv_heads,
+            vocab_size=scaled(whole.vocab_size),
+            context_length=scaled(whole.context_length),
         )
 
-    def variant(self, row: str, **options: str) -> Variant:
-        """Return the variant that a row times. `options` replace its own."""
+    def variant(self, row: str, checkpointing: str | None = None) -> Variant:
+        """Return the variant that a row times. `checkpointing` replaces its own, unless None."""
         strategy, own = ROWS[row]
-        return Variant(row, get_strategy(strategy), options=replace(self, **own | options))
+        if checkpointing is not None:
+            own = own | {"checkpointing": checkpointing}
+        return Variant(row, get_strategy(strategy), options=replace(self, **own))
 
 
 def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
-    """A row per way to train; what a run of this name has done already is not done again.
+    """Add a row per way to train. What a run of this name has done already is not done again.
 
     Raises:
-        MemoryError: nothing fits: by how much, and which option helps.
+        MemoryError: nothing fits. It says by how much, and which option helps.
     """
     begin = time.monotonic()
-    plans = [(row, config.variant(row).options.planned(ROWS[row][0])) for row in config.rows]
-    require(
-        [step for _, step in plans], context.device, context, some=context.device.type == "cuda"
-    )
-    if len(run.records) < len(plans):
-        for (row, _), plan in zip(
-            plans, plan_steps([step for _, step in plans], context), strict=True
-        ):
+    steps = []
+    for row in config.rows:
+        strategy, _ = ROWS[row]
+        steps.append(config.variant(row).options.planned(strategy))
+    require(steps, context.device, context, some=context.device.type == "cuda")
+    if len(run.records) < len(steps):
+        for row, plan in zip(config.rows, plan_steps(steps, context), strict=True):
             run.add(row, predicted(plan), **config.facts(context))
             run.notice(f"plan of {row}: {plan}")
     for number in range(config.rounds):
@@ -170,8 +169,8 @@ def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
             late = time.monotonic() - begin > 60 * config.minutes
             if not collectives.all_ranks_agree(not late, context.device, context.group):
                 run.notice(
-                    f"{config.minutes:g} minutes are over before {what}: the same command with --name "
-                    "goes on"
+                    f"{config.minutes:g} minutes are over before {what}: the same command with "
+                    "--name goes on"
                 )
                 run.cut_off = True
                 return
@@ -180,7 +179,7 @@ def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
             run.replace(record, record.metrics | one_round(config, context, record, run, number))
             gc.collect()
             if config.variant(row).options.compile != "off":
-                torch.compiler.reset()  # what was compiled holds on to its model
+                torch.compiler.reset()  # compiled code keeps its model alive
             if context.device.type == "cuda":
                 torch.cuda.empty_cache()
             run.save()
@@ -215,6 +214,7 @@ def failure_of(record: Record, error: Exception) -> Metrics:
 
 
 def _first_line(error: Exception) -> str:
+    """Return the type of an error and the first line of its message."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
 
@@ -229,7 +229,7 @@ def worth_timing(record: Record, records: Records) -> bool:
 
 
 def timed(records: Records) -> list[Record]:
-    """The rows that have been."""
+    """Return the rows that have been timed."""
     return [record for record in records if record.metrics.get("status") == "ok"]
 
 
@@ -254,7 +254,7 @@ def predicted(plan: Plan) -> Metrics:
 def time_round(
     config: LongContextConfig, context: RankContext, record: Record, run: Run, number: int
 ) -> Metrics:
-    """Time some more steps of a row and return its metrics; in the last round also of a trace."""
+    """Time some more steps of a row and return its metrics, in the last round also of a trace."""
     row = record.variant
     losses = []
     traced: Metrics = {}
@@ -342,14 +342,19 @@ def findings(records: Records) -> list[str]:
     for record in records:
         metrics = record.metrics
         if metrics.get("status") == "OOM":
-            peak, free = (
-                n and n / 2**30 for n in (metrics["predicted_peak_bytes"], metrics["free_bytes"])
-            )
-            of = "" if free is None else f" of {free:.1f} free"
+            peak = metrics["predicted_peak_bytes"] / 2**30
+            free = metrics["free_bytes"]
+            of_free = "" if free is None else f" of {free / 2**30:.1f} free"
             found.append(
-                f"{record.variant} does not fit: the plan is {peak:.1f} GiB{of}, keeping {metrics['keeps']}"
+                f"{record.variant} does not fit: the plan is {peak:.1f} GiB{of_free}, keeping "
+                f"{metrics['keeps']}"
             )
     return found
+
+
+def tokens_each(records: Records) -> int:
+    """Return the tokens of a sequence, as the scale leaves them."""
+    return LongContextConfig.of(records[0].config).model().context_length
 
 
 VIEW = View(
@@ -374,33 +379,36 @@ VIEW = View(
     ],
     pictures={"step.png": step_bars("forward", "backward", "optimizer")},
     headline=headline_from(
-        "{size} at scale {scale} ({num_parameters:M} parameters), batch {batch} × context {tokens_each} per rank, "
-        "{dtype}, {world_size} × {device_name} ({backend}), torch {torch}",
-        tokens_each=lambda records: LongContextConfig.of(records[0].config).model().context_length,
+        "{size} at scale {scale} ({num_parameters:M} parameters), batch {batch} × context "
+        "{tokens_each} per rank, {dtype}, {world_size} × {device_name} ({backend}), torch {torch}",
+        tokens_each=tokens_each,
     ),
     derive=compare,
     terminal=(
-        *(
-            "variant",
-            "step_p50_ms",
-            "forward_p50_ms",
-            "backward_p50_ms",
-            "optimizer_p50_ms",
-            "exposed_ms",
-        ),
-        *("idle_ms", "vs_peer", "peak_alloc_bytes", "predicted_peak_bytes"),
+        "variant",
+        "step_p50_ms",
+        "forward_p50_ms",
+        "backward_p50_ms",
+        "optimizer_p50_ms",
+        "exposed_ms",
+        "idle_ms",
+        "vs_peer",
+        "peak_alloc_bytes",
+        "predicted_peak_bytes",
     ),
     findings=findings,
-    reading="Forward holds the loss and, since it is computed in chunks, both matmuls of its gradients; backward what "
-    "is recomputed and the waits for gradients. Exposed communication, which no compute covers, and idle time are of a "
-    "profiled step of rank 0. "
-    "Blocks keep: `block` their input alone, `attention` also its output, `qkv` also queries, keys, values and the "
-    "output projection, `gate-up` also SwiGLU's two; `selective` attention's output and every other matmul's; the rest "
-    "is recomputed. MFU counts causal attention as half, and "
-    "no recomputation. The ratio is over the fastest of torch's rows, paired by step; a tie where its 95 % interval "
-    "contains 1. Δ loss is the relative difference from the first row's after the same steps from equal weights.",
-    prediction="Memory in closed form (distlab.theory.memory); time from two simulated layers at the shares of the "
-    "datasheet's peaks that another model reached (distlab.simulate.estimate), on known GPUs.",
+    reading="Forward holds the loss and, since it is computed in chunks, both matmuls of its "
+    "gradients; backward what is recomputed and the waits for gradients. Exposed communication, "
+    "which no compute covers, and idle time are of a profiled step of rank 0. Blocks keep: `block` "
+    "their input alone, `attention` also its output, `qkv` also queries, keys, values and the "
+    "output projection, `gate-up` also SwiGLU's two; `selective` attention's output and every "
+    "other matmul's; the rest is recomputed. MFU counts causal attention as half, and no "
+    "recomputation. The ratio is over the fastest of torch's rows, paired by step; a tie where its "
+    "95 % interval contains 1. Δ loss is the relative difference from the first row's after the "
+    "same steps from equal weights.",
+    prediction="Memory in closed form (distlab.theory.memory); time from two simulated layers at "
+    "the shares of the datasheet's peaks that another model reached (distlab.simulate.estimate), "
+    "on known GPUs.",
 )
 
 SMALL = {"warmup": 1, "steps": 5, "rounds": 1}

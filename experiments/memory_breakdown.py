@@ -47,8 +47,6 @@ STRATEGIES = (
     "fsdp2",
 )
 STEPS = 7  # in one of them torch DDP rebuilds its buckets and holds them twice: part of the peak
-MOMENTS = ("after_init", "before_step", "after_step")
-STATES = ("parameters", "gradients", "optimizer_state")
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class MemoryConfig(OwnModel, BenchOptions):
 
 
 def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
-    """A row per variant, the fullest rank's; call it on every rank.
+    """Add a row per variant, that of the fullest rank. Call it on every rank.
 
     Raises:
         MemoryError: no strategy with this model and batch fits.
@@ -84,16 +82,16 @@ def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
             values = [rank[name] for rank in ranks]
             fullest[name] = None if None in values else max(values)
         run.add(variant.name, fullest, **config.facts(context), **own_facts(config.factory))
-    if context.is_main:  # the others need not wait for it
-        predictions = _simulated(config, context, rows) if config.factory is not None else None
+    if context.is_main:  # other ranks need not wait for the predictions
+        simulated = None if config.factory is None else _simulated(config, context, rows)
+        strategy_of = {row.name: row.strategy.name for row in rows}
         for record in list(run.records):
-            strategy = next(row.strategy.name for row in rows if row.name == record.variant)
-            known = (
-                _predicted(config, context, strategy)
-                if predictions is None
-                else predictions.get(strategy, {})
-            )
-            run.replace(record, record.metrics | known)
+            strategy = strategy_of[record.variant]
+            if simulated is None:
+                predicted = _predicted(config, context, strategy)
+            else:
+                predicted = simulated.get(strategy, {})
+            run.replace(record, record.metrics | predicted)
         run.save()
 
 
@@ -105,16 +103,14 @@ def _measure(
     found = {}
 
     def mark(phase: str) -> None:
-        if phase != "forward":
-            found["before_step_bytes" if phase == "backward" else "after_step_bytes"] = (
-                allocated_bytes(device)
-            )
+        """Count at the end of a phase of the step."""
         if phase == "backward":
-            found["gradients_bytes"] = tensor_bytes(
-                p.grad
-                for p in parameters_of(attached.model, attached.optimizer)
-                if p.grad is not None
-            )
+            found["before_step_bytes"] = allocated_bytes(device)
+            parameters = parameters_of(attached.model, attached.optimizer)
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            found["gradients_bytes"] = tensor_bytes(gradients)
+        elif phase != "forward":
+            found["after_step_bytes"] = allocated_bytes(device)
 
     with closing(Trial(context, config, variant)) as attached:
         found["after_init_bytes"] = allocated_bytes(device)
@@ -123,12 +119,11 @@ def _measure(
                 attached("step", mark)
         attached.settle()
         found["parameters_bytes"] = tensor_bytes(parameters_of(attached.model, attached.optimizer))
-        states = [
-            value for values in attached.optimizer.state.values() for value in values.values()
-        ]
-        found["optimizer_state_bytes"] = tensor_bytes(
-            v for v in states if isinstance(v, Tensor) and v.ndim > 0
-        )
+        states: list[Tensor] = []
+        for state in attached.optimizer.state.values():
+            # scalars count steps, and are not of the parameters' size
+            states += [x for x in state.values() if isinstance(x, Tensor) and x.ndim > 0]
+        found["optimizer_state_bytes"] = tensor_bytes(states)
     return found | {"peak_alloc_bytes": peak.peak_alloc_bytes}
 
 
@@ -137,23 +132,22 @@ def _predicted(config: MemoryConfig, context: RankContext, strategy: str) -> dic
     expected = config.planned(strategy).memory(
         context.world_size, on_gpu=context.device.type == "cuda"
     )
-    states = expected.before_step
-    peak = {
-        f"predicted_peak_{each.name}_bytes": getattr(expected.peak, each.name)
-        for each in fields(Breakdown)
+    before_step, after_step = expected.before_step, expected.after_step
+    predicted = {
+        "predicted_after_init_bytes": expected.after_init.total,
+        "predicted_before_step_bytes": before_step.total,
+        "predicted_after_step_bytes": after_step.total,
     }
-    moments = {f"predicted_{moment}_bytes": getattr(expected, moment).total for moment in MOMENTS}
-    return (
-        moments
-        | peak
-        | {
-            "predicted_parameters_bytes": expected.after_step.parameters,
-            "predicted_gradients_bytes": states.gradients + states.buckets,
-            "predicted_optimizer_state_bytes": expected.after_step.optimizer_state,
-            "predicted_peak_alloc_bytes": expected.peak.total,
-            "predicted_peak_phase": expected.peak_phase,
-        }
-    )
+    for category in fields(Breakdown):
+        size = getattr(expected.peak, category.name)
+        predicted[f"predicted_peak_{category.name}_bytes"] = size
+    return predicted | {
+        "predicted_parameters_bytes": after_step.parameters,
+        "predicted_gradients_bytes": before_step.gradients + before_step.buckets,
+        "predicted_optimizer_state_bytes": after_step.optimizer_state,
+        "predicted_peak_alloc_bytes": expected.peak.total,
+        "predicted_peak_phase": expected.peak_phase,
+    }
 
 
 def _simulated(
@@ -164,37 +158,47 @@ def _simulated(
     Torch's peers, and models that read values, have none.
     """
     strategies = dict.fromkeys(row.strategy.name for row in rows)
-    found = peaks(config.factory, strategies, config.batch, context.world_size, config.dtype)
-    return {
-        name: {
-            f"predicted_peak_{each.name}_bytes": known["peak"].get(each.name, 0)
-            for each in fields(Breakdown)
-        }
-        | {
+    simulated = peaks(config.factory, strategies, config.batch, context.world_size, config.dtype)
+    found = {}
+    for strategy, known in simulated.items():
+        predicted = {}
+        for category in fields(Breakdown):
+            size = known["peak"].get(category.name, 0)
+            predicted[f"predicted_peak_{category.name}_bytes"] = size
+        found[strategy] = predicted | {
             "predicted_after_init_bytes": known["after_init"],
             "predicted_peak_alloc_bytes": sum(known["peak"].values()),
             "predicted_peak_phase": known["phase"],
         }
-        for name, known in found.items()
-    }
+    return found
 
 
 def _gib(metric: str, title: str) -> Column:
+    """Return a column of bytes, in GiB."""
     return gib_column(f"metrics.{metric}", title, ".4g")
 
 
 def _error(quantity: str, title: str) -> Column:
+    """Return a column of the error of a predicted quantity, in %."""
     return prediction_error(f"predicted_{quantity}_bytes", f"{quantity}_bytes", title, "+.1f")
+
+
+def context_in_words(records: Records) -> str:
+    """Return the context of the headline. A user's model has none."""
+    context = records[0].config.get("context")
+    return f" × context {context}" if context else ""
 
 
 headline = headline_from(
     "{size} ({num_parameters:M} parameters), batch {batch}{length} per rank, {dtype}, buckets of "
-    "{bucket_size_mb:g} MiB, {world_size} × {device_name} ({backend}), torch {torch}; err: predicted over measured",
-    length=lambda records: f" × context {c}" if (c := records[0].config.get("context")) else "",
+    "{bucket_size_mb:g} MiB, {world_size} × {device_name} ({backend}), torch {torch}; "
+    "err: predicted over measured",
+    length=context_in_words,
 )
 
 
-PARTS = {  # of the predicted peak; the allocator does not tell the last two apart
+# part of the predicted peak → its categories; the allocator does not tell the last two parts apart
+PARTS = {
     "parameters": ("parameters",),
     "optimizer state": ("optimizer_state",),
     "gradients": ("gradients", "buckets"),
@@ -203,7 +207,7 @@ PARTS = {  # of the predicted peak; the allocator does not tell the last two apa
 
 
 def draw(records: Records, path: Path) -> None:
-    """Per variant the measured peak above the predicted one, stacked by category, in GiB."""
+    """Draw the measured peak of each variant above the predicted one, by category, in GiB."""
     bars = {}  # label → bytes of each part
     for record in records:
         metrics, peak = record.metrics, record.metrics["peak_alloc_bytes"]
@@ -212,34 +216,29 @@ def draw(records: Records, path: Path) -> None:
             bars[f"{record.variant}, measured"] = [*known, 0, 0, peak - sum(known)]
         if metrics.get("predicted_peak_alloc_bytes") is None:
             continue
-        said = [
-            sum(metrics[f"predicted_peak_{name}_bytes"] for name in names)
-            for names in PARTS.values()
-        ]
-        bars[f"{record.variant}, predicted"] = [*said, 0]
-    values = [[value / 2**30 for value in part] for part in zip(*bars.values(), strict=True)]
-    title = f"Peak memory per rank: {headline(records).partition('; err')[0]}"
+        predicted = []
+        for categories in PARTS.values():
+            sizes = [metrics[f"predicted_peak_{name}_bytes"] for name in categories]
+            predicted.append(sum(sizes))
+        bars[f"{record.variant}, predicted"] = [*predicted, 0]
     if not bars:
         return
-    stacked_bars(
-        path,
-        list(bars),
-        dict(zip((*PARTS, "the last two"), values, strict=True)),
-        title=title,
-        unit="GiB",
-    )
+    parts = {}
+    for number, part in enumerate((*PARTS, "the last two")):
+        parts[part] = [sizes[number] / 2**30 for sizes in bars.values()]
+    title = f"Peak memory per rank: {headline(records).partition('; err')[0]}"
+    stacked_bars(path, list(bars), parts, title=title, unit="GiB")
 
 
 VIEW = View(
     columns=[
         Column("variant", "strategy"),
-        *(
-            column
-            for name, title in zip(
-                STATES, ("parameters", "gradients", "optimizer state"), strict=True
-            )
-            for column in (_gib(f"{name}_bytes", f"{title} GiB"), _error(name, f"{title} err %"))
-        ),
+        _gib("parameters_bytes", "parameters GiB"),
+        _error("parameters", "parameters err %"),
+        _gib("gradients_bytes", "gradients GiB"),
+        _error("gradients", "gradients err %"),
+        _gib("optimizer_state_bytes", "optimizer state GiB"),
+        _error("optimizer_state", "optimizer state err %"),
         _gib("after_init_bytes", "after init GiB"),
         _gib("before_step_bytes", "before step GiB"),
         _gib("after_step_bytes", "after step GiB"),
@@ -250,24 +249,24 @@ VIEW = View(
     ],
     headline=headline,
     terminal=(
-        *(
-            "variant",
-            "parameters_bytes",
-            "gradients_bytes",
-            "optimizer_state_bytes",
-            "peak_alloc_bytes",
-        ),
+        "variant",
+        "parameters_bytes",
+        "gradients_bytes",
+        "optimizer_state_bytes",
+        "peak_alloc_bytes",
         "predicted_peak_alloc_bytes",
     ),
     pictures={"memory.png": draw},
-    reading="Parameters, gradients and optimizer state are counted from the tensors themselves; what the allocator "
-    "held after construction, before and after the optimizer and at its peak is the fullest rank's. The phase of the "
-    "peak is the closed form's: at a small batch it is where gradients are complete, at a large one where "
-    "activations are.\n\n"
-    "In the picture the measured bar is above the predicted one. Only the parameters and the optimizer state "
-    "of a measured peak can be counted separately; the rest is gradients, activations and copies.",
+    reading="Parameters, gradients and optimizer state are counted from the tensors themselves; "
+    "what the allocator held after construction, before and after the optimizer and at its peak is "
+    "the fullest rank's. The phase of the peak is the closed form's: at a small batch it is where "
+    "gradients are complete, at a large one where activations are.\n\n"
+    "In the picture the measured bar is above the predicted one. Only the parameters and the "
+    "optimizer state of a measured peak can be counted separately; the rest is gradients, "
+    "activations and copies.",
     prediction="The closed form of distlab.theory.memory, from the widths of the model alone.",
-    noise="Bytes do not vary from run to run by more than the order in which blocks of the allocator are reused.",
+    noise="Bytes do not vary from run to run by more than the order in which blocks of the "
+    "allocator are reused.",
 )
 EXPERIMENT = Experiment(
     MemoryConfig,

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,10 +52,10 @@ from kernels.float8_linear import float8_linear
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ADDEND, TIMES = 0.01, 1000
-# Of a layer normalisation's input: (deviation, mean).
+# name of an input of layer normalisation → its (deviation, mean)
 INPUTS = {"deviation 1": (1.0, 0.0), "deviation 64": (64.0, 0.0), "mean 100": (1.0, 100.0)}
 Rows = Iterator[tuple[str, str, Metrics]]  # variant, what it ran on, metrics
-WIDTH = 768  # of layer normalisation's input
+WIDTH = 768  # columns of layer normalisation's input
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class PrecisionConfig(Options):
 
 
 def measure(config: PrecisionConfig, context: RankContext, run: Run) -> None:
-    """The rows of every part.
+    """Add the rows of every part.
 
     Raises:
         MemoryError: the model with this batch does not fit.
@@ -117,7 +118,10 @@ def accumulation(config: PrecisionConfig, device: torch.device) -> Rows:
 
 
 def toy(device: torch.device) -> nn.Module:
-    """Two matmuls with an activation and a layer normalisation between them, `(N, 8) -> (N, 4)`."""
+    """Return two matmuls with an activation and a layer normalisation between them.
+
+    The shapes are `(N, 8) -> (N, 4)`.
+    """
     parts = {"fc1": nn.Linear(8, 16, bias=False), "relu": nn.ReLU(), "layer_norm": nn.LayerNorm(16)}
     return nn.Sequential(OrderedDict(parts, fc2=nn.Linear(16, 4, bias=False))).to(device)
 
@@ -140,14 +144,12 @@ def types(config: PrecisionConfig, device: torch.device) -> Rows:
 
 
 def types_of(model: nn.Module, inputs: Tensor, low: torch.dtype) -> dict[str, str]:
-    """Part → name of its dtype."""
+    """Return part → name of its dtype, in the order of execution."""
     found = {"parameters": _name(next(model.parameters()))}
     for name, module in model.named_modules():
         if name and not isinstance(module, nn.ModuleList | nn.Dropout):
             label = name.removeprefix("blocks.0.") if name != "blocks.0" else "residual stream"
-            module.register_forward_hook(
-                lambda _, __, out, label=label: found.__setitem__(label, _name(out))
-            )
+            module.register_forward_hook(partial(_note_type, found, label))
     with autocast(inputs.device, low):
         logits = model(inputs)
         loss = cross_entropy(
@@ -157,7 +159,13 @@ def types_of(model: nn.Module, inputs: Tensor, low: torch.dtype) -> dict[str, st
     return found | {"loss": _name(loss), "gradients": _name(next(model.parameters()).grad)}
 
 
+def _note_type(found: dict[str, str], label: str, module: nn.Module, inputs: Any, out: Any) -> None:
+    """Note the dtype of a module's output. A forward hook, once the first two are given."""
+    found[label] = _name(out)
+
+
 def _name(out: Tensor | tuple[Tensor, ...]) -> str:
+    """Return the name of an output's dtype."""
     tensor = out[0] if isinstance(out, tuple) else out
     return next(name for name, dtype in DTYPES.items() if dtype == tensor.dtype)
 
@@ -198,7 +206,7 @@ def layer_norm(x: Tensor, eps: float = 1e-5) -> Tensor:
 def model_and_data(
     config: PrecisionConfig, device: torch.device
 ) -> tuple[TransformerLM, SyntheticTokens]:
-    """The language model and its batches, alike at every call."""
+    """Return the language model and its batches, the same at every call."""
     shape = config.model()
     data = SyntheticTokens(
         shape.vocab_size, config.batch, shape.context_length, seed=0, rank=0, device=device
@@ -207,7 +215,7 @@ def model_and_data(
 
 
 def scaling(config: PrecisionConfig, device: torch.device) -> Rows:
-    """Gradients under autocast at each loss scale, against those of fp32."""
+    """Yield gradients under autocast at each loss scale, against those of fp32."""
     logits, exact = gradients(config, device, None, 1.0)
     sizes = exact[exact != 0].abs().log2()
     exponents = torch.arange(-48, 1)
@@ -225,10 +233,12 @@ def scaling(config: PrecisionConfig, device: torch.device) -> Rows:
         },
     )
     for low, log2_scale in [("bf16", 0), *(("fp16", k) for k in config.log2_scales)]:
-        scale, held = 2.0**log2_scale, FORMATS[low]
+        scale = 2.0**log2_scale
         low_logits, found = gradients(config, device, DTYPES[low], scale)
         finite = found.isfinite()
-        lost = (logits * scale).abs() <= held.smallest / 2
+        error = ((found - exact).norm() / exact.norm()).item() if finite.all() else math.inf
+        # the nearest number to these is zero
+        lost = (logits * scale).abs() <= FORMATS[low].smallest / 2
         yield (
             low if log2_scale == 0 else f"{low} × 2^{log2_scale}",
             where,
@@ -237,9 +247,7 @@ def scaling(config: PrecisionConfig, device: torch.device) -> Rows:
                 "underflow_pct": 100 * (low_logits == 0).double().mean().item(),
                 "predicted_underflow_pct": 100 * lost.double().mean().item(),
                 "nonfinite_pct": 100 * (~finite).double().mean().item(),
-                "relative_error": ((found - exact).norm() / exact.norm()).item()
-                if finite.all()
-                else math.inf,
+                "relative_error": error,
             },
         )
 
@@ -270,21 +278,16 @@ def gradients(
 
 
 def float8(config: PrecisionConfig, device: torch.device) -> Rows:
-    """Mean losses of every quarter of a training, with its blocks' matmuls in bf16 and in fp8."""
-    losses = {
-        name: training(config, device, name == "fp8").view(4, -1).mean(-1)
-        for name in ("bf16", "fp8")
-    }
+    """Yield mean losses of each quarter of a training, its blocks' matmuls in bf16 and in fp8."""
+    in_bf16 = training(config, device, in_fp8=False).view(4, -1).mean(-1)
+    in_fp8 = training(config, device, in_fp8=True).view(4, -1).mean(-1)
     for quarter in range(4):
-        yield (
-            f"quarter {quarter + 1}",
-            f"{config.steps} steps",
-            {f"loss_{name}": loss[quarter].item() for name, loss in losses.items()},
-        )
+        losses = {"loss_bf16": in_bf16[quarter].item(), "loss_fp8": in_fp8[quarter].item()}
+        yield f"quarter {quarter + 1}", f"{config.steps} steps", losses
 
 
 def training(config: PrecisionConfig, device: torch.device, in_fp8: bool) -> Tensor:
-    """Loss of each step, whose number is rounded down to a multiple of four."""
+    """Return the loss of each step. Their number is rounded down to a multiple of four."""
     model, data = model_and_data(config, device)
     for module in model.blocks.modules():
         if in_fp8 and isinstance(module, Linear):
@@ -293,7 +296,7 @@ def training(config: PrecisionConfig, device: torch.device, in_fp8: bool) -> Ten
     found = []
     for step in range(config.steps // 4 * 4):
         tokens, targets = data.batch(step)
-        # which Triton's interpreter refuses
+        # Triton's interpreter refuses bf16.
         with autocast(device, None if interpreted() else torch.bfloat16):
             loss = cross_entropy(model(tokens), targets)
         loss.backward()
@@ -303,10 +306,15 @@ def training(config: PrecisionConfig, device: torch.device, in_fp8: bool) -> Ten
     return torch.stack(found)
 
 
+def blocks_of(records: Records) -> int | str:
+    """Return the number of blocks that was given, or the word for the preset's own."""
+    return records[0].config["layers"] or "its"
+
+
 headline = headline_from(
-    "{size} with {blocks} blocks, {batch} × {context} tokens in each of {micro_batches} micro-batches, {device_name}, "
-    "torch {torch}",
-    blocks=lambda records: records[0].config["layers"] or "its",
+    "{size} with {blocks} blocks, {batch} × {context} tokens in each of {micro_batches} "
+    "micro-batches, {device_name}, torch {torch}",
+    blocks=blocks_of,
 )
 
 
@@ -319,9 +327,11 @@ def findings(records: Records) -> list[str]:
     )
     found = [
         f"A bf16 sum of {ADDEND} stalls at {stalls_at(ADDEND, FORMATS['bf16']):g}, an fp16 one at "
-        f"{stalls_at(ADDEND, FORMATS['fp16']):g}: from there on half the distance to the next number is more.",
-        f"Loss scales that keep the logits' gradients in fp16, by closed form: {low:.3g} to {high:.3g}. bf16 "
-        f"reaches down to {FORMATS['bf16'].smallest:.1e} and needs none.",
+        f"{stalls_at(ADDEND, FORMATS['fp16']):g}: from there on half the distance to the next "
+        "number is more.",
+        "Loss scales that keep the logits' gradients in fp16, by closed form: "
+        f"{low:.3g} to {high:.3g}. bf16 reaches down to {FORMATS['bf16'].smallest:.1e} and needs "
+        "none.",
     ]
     scales = [r for r in records if r.config["part"] == "scaling" and r.variant.startswith("fp16")]
     usable = [r.metrics["log2_scale"] for r in scales if r.metrics["relative_error"] < 2e-3]
@@ -392,19 +402,22 @@ VIEW = View(
     headline=headline,
     pictures={"gradients.png": draw},
     findings=findings,
-    reading="accumulation: the error of `fp32 += fp16` is that of 0.01 itself in fp16, made once; a low-precision "
-    "accumulator rounds a thousand times, and in the end each addend to zero. That is why matmuls accumulate in fp32."
-    "\n\n"
-    "types: autocast casts where it is faster (matmuls) and leaves the rest to each operation; parameters, loss and "
-    "gradients stay fp32.\n\n"
-    "norm: the square of a centred value beyond 256 exceeds fp16's largest number, 65,504; the variance is then "
-    "infinite and the whole row becomes zero. bf16 does not overflow, but with 8 bits a mean far from zero is wrong. "
-    "With fp32 statistics both are as good as their inputs.\n\n"
-    "scaling: without a scale fp16 rounds small gradients to zero (left of the first dotted line, and the logits' "
-    "gradients in the table); multiplying the loss moves all of them up, until the largest overflow.\n\n"
-    "float8: both trainings have the same weights, data and order; embedding, norms and head are alike.",
-    prediction="Sums: every addition rounded in integer arithmetic. Underflow: fp32's own gradients below half of the "
-    "smallest fp16 number. Rows lost: a normal distribution beyond the root of fp16's largest number.",
+    reading="accumulation: the error of `fp32 += fp16` is that of 0.01 itself in fp16, made once; "
+    "a low-precision accumulator rounds a thousand times, and in the end each addend to zero. That "
+    "is why matmuls accumulate in fp32.\n\n"
+    "types: autocast casts where it is faster (matmuls) and leaves the rest to each operation; "
+    "parameters, loss and gradients stay fp32.\n\n"
+    "norm: the square of a centred value beyond 256 exceeds fp16's largest number, 65,504; the "
+    "variance is then infinite and the whole row becomes zero. bf16 does not overflow, but with 8 "
+    "bits a mean far from zero is wrong. With fp32 statistics both are as good as their inputs.\n\n"
+    "scaling: without a scale fp16 rounds small gradients to zero (left of the first dotted line, "
+    "and the logits' gradients in the table); multiplying the loss moves all of them up, until the "
+    "largest overflow.\n\n"
+    "float8: both trainings have the same weights, data and order; embedding, norms and head are "
+    "alike.",
+    prediction="Sums: every addition rounded in integer arithmetic. Underflow: fp32's own "
+    "gradients below half of the smallest fp16 number. Rows lost: a normal distribution beyond the "
+    "root of fp16's largest number.",
     noise="One seed, and each figure is exact for it: nothing here is timed.",
     parted_by="config.part",
 )

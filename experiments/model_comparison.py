@@ -71,7 +71,7 @@ WAYS = {
 
 
 @dataclass(frozen=True)
-class Config(BenchOptions):
+class ModelComparisonConfig(BenchOptions):
     """Options of the comparison. Raises ValueError for a value that is not allowed."""
 
     ways: tuple[str, ...] = option(tuple(WAYS), "ways to run the model", choices=tuple(WAYS))
@@ -89,7 +89,8 @@ class Config(BenchOptions):
         for name, default in (("ops", "torch"), ("attention", "sdpa"), ("compile", "off")):
             if getattr(self, name) != default:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r}: the ways to run the model differ in it; give --ways"
+                    f"{name}={getattr(self, name)!r}: the ways to run the model differ in it; give "
+                    "--ways"
                 )
 
     @classmethod
@@ -97,7 +98,8 @@ class Config(BenchOptions):
         """Raise ValueError for ways of the Transformer together with `--layer`."""
         if given.get("layer") and "ways" in given:
             raise ValueError(
-                "--ways are of the Transformer, and --layer has all of its own: leave one of them out"
+                "--ways are of the Transformer, and --layer has all of its own: leave one of them "
+                "out"
             )
 
 
@@ -110,31 +112,35 @@ def sharing(model: nn.Module, base: nn.Module) -> nn.Module:
 
 
 def model_loss(
-    name: str, config: Config, base: nn.Module, device: torch.device
+    name: str, config: ModelComparisonConfig, base: nn.Module, device: torch.device
 ) -> Callable[[Any], Tensor]:
-    """The loss of a batch by the Transformer, run in this way."""
+    """Return the loss of a batch as a function, by the Transformer run in this way."""
     ops, attention, how = WAYS[name]
     shape = replace(config.model(), ops=ops, attention=attention)
     model = sharing(
         TransformerLM(shape, device="meta", checkpoint_blocks=config.checkpointing), base
     )
     if device.type == "cuda":
-        model = (
-            torch.compile(model, mode="reduce-overhead")
-            if how == "graphs"
-            else compiled(model, how)
-        )
+        if how == "graphs":
+            model = torch.compile(model, mode="reduce-overhead")
+        else:
+            model = compiled(model, how)
     return partial(loss_function(shape), model)
 
 
 def layer_loss(
-    name: str, config: Config, base: nn.Module, device: torch.device
+    name: str, config: ModelComparisonConfig, base: nn.Module, device: torch.device
 ) -> Callable[[Any], Tensor]:
-    """The loss of a batch by a layer of these modules."""
+    """Return the loss of a batch as a function, by a layer of these modules."""
     model = sharing(layer(name, config.model(), device), base)
     if device.type == "cuda" and name.endswith("compiled"):
         model = torch.compile(model)
-    return lambda batch: model(*batch).float().square().mean()
+    return partial(_mean_square, model)
+
+
+def _mean_square(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+    """Return a loss of a layer's output, for which there are no targets."""
+    return model(*batch).float().square().mean()
 
 
 class Way:
@@ -143,7 +149,7 @@ class Way:
     def __init__(
         self,
         name: str,
-        config: Config,
+        config: ModelComparisonConfig,
         base: nn.Module,
         optimizer: torch.optim.Optimizer,
         batches: list[Any],
@@ -152,10 +158,12 @@ class Way:
         make = layer_loss if config.layer else model_loss
         self.loss: Callable[[Any], Tensor] = make(name, config, base, device)
         self.autocast = partial(autocast, device, DTYPES[config.dtype])
-        self.optimizer, self.batches, self.calls = optimizer, batches, 0
+        self.optimizer = optimizer
+        self.batches = batches
+        self.calls = 0
 
     def backward(self, batch: Any) -> Tensor:
-        """Leave the gradients of a batch; returns its loss."""
+        """Compute the gradients of a batch and leave them in `.grad`. Return its loss."""
         self.optimizer.zero_grad(set_to_none=True)
         torch.compiler.cudagraph_mark_step_begin()
         with self.autocast():
@@ -164,11 +172,12 @@ class Way:
         return loss.detach()
 
     def first(self) -> tuple[float, list[Tensor]]:
-        """Loss and gradients of the first batch."""
+        """Return the loss and the gradients of the first batch."""
         loss = self.backward(self.batches[0]).item()
-        return loss, [
-            parameter.grad for group in self.optimizer.param_groups for parameter in group["params"]
-        ]
+        gradients = []
+        for group in self.optimizer.param_groups:
+            gradients += [parameter.grad for parameter in group["params"]]
+        return loss, gradients
 
     def __call__(self) -> None:
         self.backward(self.batches[self.calls % len(self.batches)])
@@ -190,7 +199,7 @@ def first_steps(
 
 
 def block(way: Way, timer: PhaseTimer, steps: int) -> list[float]:
-    """Milliseconds of each of some steps."""
+    """Return the milliseconds of each of `steps` steps, after an untimed one."""
     for _ in timer.each(steps, warmup=1):
         way()
         timer.mark("all")
@@ -199,16 +208,15 @@ def block(way: Way, timer: PhaseTimer, steps: int) -> list[float]:
     return times
 
 
-def measure(config: Config, context: RankContext, run: Run) -> None:
-    """A row for each way; one that does not run says why."""
+def measure(config: ModelComparisonConfig, context: RankContext, run: Run) -> None:
+    """Add a row for each way. One that does not run says why."""
     device = context.device
     shape = config.model()
     torch.manual_seed(config.seed)
-    base = (
-        layer("torch", shape, device, on=device)
-        if config.layer
-        else TransformerLM(shape, device=device, seed=config.seed)
-    )
+    if config.layer:
+        base = layer("torch", shape, device, on=device)
+    else:
+        base = TransformerLM(shape, device=device, seed=config.seed)
     optimizer = torch.optim.AdamW(base.parameters(), lr=1e-5, fused=True)
     batches = synthetic_batches(context, config)
     if config.layer:
@@ -247,16 +255,13 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
         )
 
 
-def operations(name: str, config: Config) -> str:
+def operations(name: str, config: ModelComparisonConfig) -> str:
     """Return the implementation of each operation of the Transformer in this way."""
     ops, attention, how = WAYS[name]
-    shape, dtype = (
-        replace(config.model(), ops=ops, attention=attention),
-        DTYPES[config.dtype] or torch.float32,
-    )
-    return ", ".join(
-        f"{each} {source}" for each, source in sources(shape, config.batch, dtype, how).items()
-    )
+    shape = replace(config.model(), ops=ops, attention=attention)
+    dtype = DTYPES[config.dtype] or torch.float32
+    source_of = sources(shape, config.batch, dtype, how)
+    return ", ".join(f"{operation} {source}" for operation, source in source_of.items())
 
 
 def waits(way: Way, step_ms: float) -> dict[str, float]:
@@ -305,9 +310,9 @@ VIEW = View(
         "grad_rel_error",
         "status",
     ),
-    reading="÷ compiled is the step over that of torch's operations with compiled blocks, a tie where the 95 % "
-    "interval of the paired steps contains 1. Errors are relative, of loss and all gradients of one batch, against "
-    "fp32.",
+    reading="÷ compiled is the step over that of torch's operations with compiled blocks, a tie "
+    "where the 95 % interval of the paired steps contains 1. Errors are relative, of loss and all "
+    "gradients of one batch, against fp32.",
     prediction="None: see ddp_bench and plan for predicted steps.",
 )
 SMOKE = {
@@ -318,7 +323,7 @@ SMOKE = {
     "dtype": "fp32",
 }
 EXPERIMENT = Experiment(
-    Config,
+    ModelComparisonConfig,
     measure,
     VIEW,
     gpus=1,

@@ -59,7 +59,7 @@ PLACEMENTS = {  # strategy → placements that it has
     "fsdp": ("gather", "exchange"),
 }
 SHARDED = ("gather", "exchange")
-# of the learning rate that a parameter may differ: bf16 rounds what is orthogonalised
+# share of the learning rate by which a parameter may differ, because bf16 rounds the update
 FAR_OFF = 0.1
 
 
@@ -88,9 +88,16 @@ class PlacementsConfig(BenchOptions, TimingOptions):
             rows.append(adamw)
             for placement in PLACEMENTS[name]:
                 options = {"adjust_lr_fn": "match_rms_adamw"}
-                options |= {"placement": placement} if placement in SHARDED else {}
-                muon = {"optimizer_cls": Muon, "optimizer_options": options}
-                rows.append(replace(adamw, name=f"{name} {placement}", **muon))
+                if placement in SHARDED:
+                    options["placement"] = placement
+                rows.append(
+                    replace(
+                        adamw,
+                        name=f"{name} {placement}",
+                        optimizer_cls=Muon,
+                        optimizer_options=options,
+                    )
+                )
         return rows
 
 
@@ -105,11 +112,11 @@ def measure(config: PlacementsConfig, context: RankContext, run: Run) -> None:
     of_muon = [row for row in rows if row.optimizer_cls is Muon]
     task = small(d_model=64, d_ff=128)  # a CPU is slow at products in bf16
     differences = parameter_differences(context, of_muon, config.check_steps, run.progress, task)
-    counted = {}  # row → what its optimizer sent
+    counted: dict[str, Metrics] = {}  # row → volume of its optimizer
 
     def count(row: Variant, attached: Trial) -> None:
         if row.optimizer_cls is Muon and row.name not in counted:
-            counted[row.name] = sent(row.name.partition(" ")[2], attached, context)
+            counted[row.name] = sent(placement_of(row), attached, context)
 
     timings = time_rounds(
         config,
@@ -127,8 +134,19 @@ def measure(config: PlacementsConfig, context: RankContext, run: Run) -> None:
         if not timings[row.name].out_of_memory:
             metrics |= counted.get(row.name, {})
             metrics["max_abs_param_diff"] = differences.get(row.name)
-        placement = row.name.partition(" ")[2]
-        run.add(row.name, metrics, **facts, strategy=row.strategy.name, placement=placement)
+        run.add(
+            row.name,
+            metrics,
+            **facts,
+            strategy=row.strategy.name,
+            placement=placement_of(row),
+        )
+
+
+def placement_of(row: Variant) -> str:
+    """Return the placement of a row, which is "adamw" for one without Muon."""
+    _, _, placement = row.name.partition(" ")
+    return placement
 
 
 def sent(placement: str, attached: Trial, context: RankContext) -> Metrics:
@@ -138,7 +156,7 @@ def sent(placement: str, attached: Trial, context: RankContext) -> Metrics:
     the work.
     """
     attached()
-    with CollectiveRecorder() as recorder:  # once more by the same gradients
+    with CollectiveRecorder() as recorder:  # steps again with the same gradients
         attached.optimizer.step()
     attached.model.synchronize()
     held = getattr(attached.optimizer, "local", None) or attached.optimizer
@@ -149,33 +167,38 @@ def sent(placement: str, attached: Trial, context: RankContext) -> Metrics:
         return metrics
     spreads = [spread_of(matrix) for matrix in matrices]
     shares = divide(spreads, context.world_size)
-    owners = [
-        next(rank for rank, share in enumerate(shares) if spread in share) for spread in spreads
-    ]
-    work = [sum(orthogonalize_flops(*spread.like.shape) for spread in share) for share in shares]
+    owners = []
+    for spread in spreads:
+        owners.append(next(rank for rank, share in enumerate(shares) if spread in share))
     expected = muon_volume(placement, [spread.counts for spread in spreads], owners, context.rank)
-    halves = [call for call in recorder.calls if call.dtype == torch.bfloat16]
-    found = len(halves), sum(call.bytes for call in halves)
-    as_said = found == (expected.collectives, expected.bytes)
-    right = collectives.all_ranks_agree(as_said, context.device, context.group)
+    # Only the matrices are sent in bf16.
+    bf16_calls = [call for call in recorder.calls if call.dtype == torch.bfloat16]
+    bf16_bytes = sum(call.bytes for call in bf16_calls)
+    as_predicted = len(bf16_calls) == expected.collectives and bf16_bytes == expected.bytes
+    right = collectives.all_ranks_agree(as_predicted, context.device, context.group)
     metrics |= {
-        "muon_bytes": found[1],
+        "muon_bytes": bf16_bytes,
         "predicted_muon_bytes": expected.bytes,
         "volume_as_predicted": right,
     }
     if placement == "exchange":
+        work = []  # FLOPs of each owner
+        for share in shares:
+            work.append(sum(orthogonalize_flops(*spread.like.shape) for spread in share))
         metrics |= {"most_work": max(work) * len(work) / sum(work), "muon_flops": max(work)}
     return metrics
 
 
 def wrong_rows(records: Records) -> list[str]:
     """Name rows that sent other bytes than the closed form, or that differ from one process."""
-    problems = [
-        f"{record.variant}: sent {record.metrics['muon_bytes']} bytes in bf16; the closed form says "
-        f"{record.metrics['predicted_muon_bytes']}"
-        for record in records
-        if record.metrics.get("volume_as_predicted") is False
-    ]
+    problems = []
+    for record in records:
+        metrics = record.metrics
+        if metrics.get("volume_as_predicted") is False:
+            problems.append(
+                f"{record.variant}: sent {metrics['muon_bytes']} bytes in bf16; the closed form "
+                f"says {metrics['predicted_muon_bytes']}"
+            )
     problems += rows_that_ran_eager(records)
     return problems + other_parameters(records, FAR_OFF * 0.1)  # the check's learning rate
 
@@ -211,8 +234,8 @@ VIEW = View(
     ],
     pictures={"step.png": step_bars("forward_backward", "optimizer")},
     headline=headline_from(
-        "Muon compared with AdamW: {size} ({num_parameters:M} parameters), batch {batch} × context {context} per rank, "
-        "{dtype}, {world_size} × {device_name} ({backend}), torch {torch}"
+        "Muon compared with AdamW: {size} ({num_parameters:M} parameters), batch {batch} × context "
+        "{context} per rank, {dtype}, {world_size} × {device_name} ({backend}), torch {torch}"
     ),
     derive=compare,
     terminal=(
@@ -224,9 +247,10 @@ VIEW = View(
         "muon_bytes",
         "muon_flops",
     ),
-    reading="Under `all` every rank orthogonalises every matrix of the blocks; the owner of a matrix orthogonalises it "
-    "and broadcasts the parameter, or gets its parts and sends them back (`exchange`). What is gathered or exchanged "
-    "is the update in bf16. Sharded strategies also gather parameters after the step, as with AdamW.",
+    reading="Under `all` every rank orthogonalises every matrix of the blocks; the owner of a "
+    "matrix orthogonalises it and broadcasts the parameter, or gets its parts and sends them back "
+    "(`exchange`). What is gathered or exchanged is the update in bf16. Sharded strategies also "
+    "gather parameters after the step, as with AdamW.",
     prediction="Bytes in closed form (distlab.theory.muon), asserted on every rank.",
 )
 

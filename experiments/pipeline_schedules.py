@@ -54,7 +54,7 @@ from distlab.report import (
 )
 
 OURS = get_strategy("local")  # one rank has each stage
-TORCHS = replace(OURS, is_peer=True)  # whose layouts are torch's own
+TORCHS = replace(OURS, is_peer=True)  # the layouts of a peer are torch's own
 REPEATS = 3  # steps whose actions are timed
 OFF = prediction_error("simulated_ms", "forward_backward_p50_ms", "error %", "+.1f")
 
@@ -77,7 +77,9 @@ class SchedulesConfig(BenchOptions, TimingOptions):
                 options = replace(self, batch=-(-self.batch * count // ranks))
                 layout = Layout(pipeline=ranks, schedule=schedule)
                 for strategy in (OURS, TORCHS):
-                    name = f"{schedule} × {count}" + " (torch)" * strategy.is_peer
+                    name = f"{schedule} × {count}"
+                    if strategy.is_peer:
+                        name += " (torch)"
                     rows.append(
                         Variant(name, strategy, options=options, layout=layout, micro_batches=count)
                     )
@@ -94,12 +96,12 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
     ranks = context.world_size
     if ranks < 2 or any(config.batch * count % ranks for count in config.micro_batches):
         raise ValueError(
-            f"pipeline_schedules: {ranks} ranks, micro-batches {config.micro_batches}: give two ranks or more, and "
-            "numbers that they divide"
+            f"pipeline_schedules: {ranks} ranks, micro-batches {config.micro_batches}: give two "
+            "ranks or more, and numbers that they divide"
         )
     rows = config.rows(ranks)
     require_memory(config, rows, context)
-    # which every schedule can divide
+    # Every schedule can divide this number of layers.
     task = small(num_layers=ranks * max(CHUNKS.values()), d_model=64, d_ff=128)
     checked = rows[: 2 * len(SCHEDULES)]
     differences = parameter_differences(context, checked, config.check_steps, run.progress, task)
@@ -125,23 +127,20 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
         if not timings[row.name].out_of_memory:
             metrics["max_abs_param_diff"] = differences.get(row.name)
             if row.strategy is OURS:
-                window = metrics["forward_backward_p50_ms"]
-                metrics |= bubble(
-                    row, collectives.gather_objects(seen[row.name], context.group), window
-                )
-        more = {
+                of_all_ranks = collectives.gather_objects(seen[row.name], context.group)
+                metrics |= bubble(row, of_all_ranks, metrics["forward_backward_p50_ms"])
+        own_facts = {
             "schedule": row.layout.schedule,
             "micro_batches": row.micro_batches,
-            "batch": config.batch,
+            "batch": config.batch,  # the facts have that of a rank
+            "owner": "torch" if row.strategy.is_peer else "ours",
         }
-        run.add(
-            row.name, metrics, **facts | more, owner="torch" if row.strategy.is_peer else "ours"
-        )
+        run.add(row.name, metrics, **facts | own_facts)
 
 
 def timed_actions(attached: Trial, context: RankContext) -> dict[Action, float]:
     """Return ms of each action of this rank in one step, without its waiting."""
-    moments = {}
+    moments: dict[Action, tuple[Instant, Instant]] = {}
     pipeline = attached.model.pipeline
     unobserved, pipeline.observe = pipeline.observe, partial(observed, moments, context.device)
     try:
@@ -149,7 +148,7 @@ def timed_actions(attached: Trial, context: RankContext) -> dict[Action, float]:
     finally:
         pipeline.observe = unobserved
     synchronize(context.device)
-    return {action: elapsed_ms(*ends) for action, ends in moments.items()}
+    return {action: elapsed_ms(begin, end) for action, (begin, end) in moments.items()}
 
 
 @contextmanager
@@ -168,20 +167,22 @@ def bubble(
     """Return the idle share of a schedule: in closed form, simulated from durations, and measured.
 
     Args:
-        seen: for each rank and some steps, the durations of its actions.
+        row: row of the table.
+        seen: ms of each action, for each rank and each of some steps.
         window_ms: ms of forward and backward on the slowest rank, as timed.
     """
-    durations = {
-        action: median(step[action] for step in rank) for rank in seen for action in rank[0]
-    }
+    durations: dict[Action, float] = {}
+    for steps in seen:
+        for action in steps[0]:
+            durations[action] = median(step[action] for step in steps)
     ranks, count = len(seen), row.micro_batches
     schedule = SCHEDULES[row.layout.schedule](ranks, count)
     timeline = simulate(schedule, durations.__getitem__)
     busy = sum(durations.values()) / ranks
     chunks = CHUNKS.get(row.layout.schedule, 1)
+    idle = closed_form(row.layout.schedule, ranks, count, chunks, durations)
     return {
-        "closed_form_idle_pct": 100
-        * closed_form(row.layout.schedule, ranks, count, chunks, durations),
+        "closed_form_idle_pct": 100 * idle,
         "simulated_idle_pct": 100 * idle_share(timeline),
         "idle_pct": 100 * (1 - busy / window_ms),
         "simulated_ms": max(steps[-1].end for steps in timeline),
@@ -222,6 +223,7 @@ def compare(records: Records) -> list[Record]:
 
 
 def _schedule_of(record: Record) -> tuple[str, int]:
+    """Return the schedule and the number of micro-batches of a row."""
     return record.config["schedule"], record.config["micro_batches"]
 
 
@@ -243,8 +245,8 @@ VIEW = View(
     ],
     pictures={"step.png": step_bars("forward_backward", "optimizer")},
     headline=headline_from(
-        "Pipelines: {size} ({num_parameters:M} parameters), micro-batches of {batch} × context {context}, {dtype}, "
-        "{world_size} × {device_name} ({backend}), torch {torch}"
+        "Pipelines: {size} ({num_parameters:M} parameters), micro-batches of {batch} × context "
+        "{context}, {dtype}, {world_size} × {device_name} ({backend}), torch {torch}"
     ),
     derive=compare,
     terminal=(
@@ -256,12 +258,14 @@ VIEW = View(
         "simulated_idle_pct",
         "vs_torch",
     ),
-    reading="Idle is the part of forward and backward, of the slowest rank, that the ranks' actions do not fill, on "
-    "average over ranks; an action is timed on its rank's own clock, from when its input is there. Simulated is the "
-    "same for the schedule's list, with each action taking its measured time and messages none. The closed "
-    "form assumes stages that take equally long. Held is the largest number of micro-batches whose activations are "
-    "on a rank, in units of a whole stage.",
-    prediction="Simulated from the durations of single actions (distlab.parallel.schedules.simulate), not from steps.",
+    reading="Idle is the part of forward and backward, of the slowest rank, that the ranks' "
+    "actions do not fill, on average over ranks; an action is timed on its rank's own clock, from "
+    "when its input is there. Simulated is the same for the schedule's list, with each action "
+    "taking its measured time and messages none. The closed form assumes stages that take equally "
+    "long. Held is the largest number of micro-batches whose activations are on a rank, in units "
+    "of a whole stage.",
+    prediction="Simulated from the durations of single actions "
+    "(distlab.parallel.schedules.simulate), not from steps.",
 )
 
 

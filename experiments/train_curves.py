@@ -1,7 +1,7 @@
 """Do all strategies train alike?
 
     distlab run train_curves --quick
-        distlab run train_curves --nproc 2 --max-restarts 1      # also through a killed run
+    distlab run train_curves --nproc 2 --max-restarts 1      # also through a killed run
 
 Trains a model on bytes of text (by default this repository's own sources and pages) under every
 strategy, with one data order and one seed, and once by Muon, whose curve is another. Then the last
@@ -12,7 +12,6 @@ own `--max-restarts` needs a `--name`. Wrong rows are printed as wrong, and the 
 another would make the ranks start all over.
 """
 
-import dataclasses
 import gc
 import hashlib
 import os
@@ -62,12 +61,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def compared_on(device_type: str) -> tuple[str, ...]:
     """Return the strategies to compare on `cuda` or `cpu`: all that train there, one torch DDP."""
-    here = {name: STRATEGIES[name] for name in strategies_on(device_type, meshes=False)}
-    return tuple(
-        name
-        for name, entry in here.items()
-        if entry.trains and not (entry.is_peer and entry.has_buckets)
-    )
+    compared = []
+    for name in strategies_on(device_type, meshes=False):
+        strategy = STRATEGIES[name]
+        if strategy.trains and not (strategy.is_peer and strategy.has_buckets):
+            compared.append(name)
+    return tuple(compared)
 
 
 def kill_at(steps: int) -> int:
@@ -107,11 +106,18 @@ class CurvesConfig(Options):
             self.training(strategy)
 
     def compared(self) -> list[str]:
-        """The strategies of the curves, the reference first."""
+        """Return the strategies of the curves, the reference first."""
         return list(dict.fromkeys([REFERENCE, *self.strategies]))
 
-    def training(self, strategy: str, **changes: object) -> TrainConfig:
-        base = TrainConfig(
+    def training(
+        self,
+        strategy: str,
+        accumulate: int = TrainConfig.accumulate,
+        optimizer: str = TrainConfig.optimizer,
+        checkpoint_every: int = 0,
+    ) -> TrainConfig:
+        """Return the options of a training run with a strategy."""
+        return TrainConfig(
             size=self.size,
             context=self.context,
             vocab=256,
@@ -121,13 +127,17 @@ class CurvesConfig(Options):
             lr=self.lr,
             warmup=max(1, self.steps // 10),
             dtype=self.dtype,
-            checkpoint_every=0,
+            accumulate=accumulate,
+            optimizer=optimizer,
+            checkpoint_every=checkpoint_every,
         )
-        return dataclasses.replace(base, **changes)
 
 
 def distance(mine: Mapping[str, Any], reference: Mapping[str, Any]) -> float | None:
-    """Mean |Δloss| over the steps that both ran: a few steps' mean would say more of their luck."""
+    """Return the mean |Δloss| over the steps that both ran, or None if one has no curve.
+
+    A mean over few steps would depend on the batches of these steps.
+    """
     if not mine.get("loss") or not reference.get("loss"):
         return None
     late = reference["loss"][mine["first_step"] :]
@@ -135,7 +145,7 @@ def distance(mine: Mapping[str, Any], reference: Mapping[str, Any]) -> float | N
 
 
 def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
-    """Run all parts, a row per run. Call it on every rank.
+    """Run all parts, and add a row per run. Call it on every rank.
 
     Raises:
         OSError, ValueError: on every rank, for a text that cannot be used, or that differs from
@@ -147,16 +157,11 @@ def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
     # Deterministic kernels: two runs are equal bit for bit.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # its backward adds in any order; the flash kernel's does not
+    # cuDNN's backward adds in any order; the flash kernel's does not.
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    read = (
-        partial(text_of_repository, ROOT)
-        if config.text_file is None
-        else partial(open_tokens, config.text_file)
-    )
-    # one rank reads: somebody may be editing these files
-    tokens = on_main(context, lambda: np.array(read()))
+    # One rank reads, because somebody may be editing these files.
+    tokens = on_main(context, partial(read_text, config.text_file))
     curves = Curves(config, context, run, tokens)
     parts = {}  # row → what trains it
     if "curves" in config.parts:
@@ -171,7 +176,8 @@ def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
             run.notice(f"{variant}: has its record")
             continue
         run.progress(variant)
-        metrics, reference = part(), run.done(REFERENCE)
+        metrics = part()
+        reference = run.done(REFERENCE)
         if reference and variant != MUON:
             metrics["mean_abs_loss_diff"] = distance(metrics, reference.metrics)
         run.add(variant, metrics, **curves.shared)
@@ -182,20 +188,22 @@ def check_restarts(parts: Sequence[str], max_restarts: int) -> None:
     """Raise ValueError if a rank will kill itself and will not be started again."""
     if "kill" in parts and max_restarts < 1:
         raise ValueError(
-            "the part 'kill' ends a rank, which must be started again: give --max-restarts 1, or leave it out with "
-            "--parts curves"
+            "the part 'kill' ends a rank, which must be started again: give --max-restarts 1, or "
+            "leave it out with --parts curves"
         )
 
 
+def read_text(file: str | None) -> np.ndarray:
+    """Return the bytes of a text file, or of this repository, in memory."""
+    return np.array(text_of_repository(ROOT) if file is None else open_tokens(file))
+
+
 def text_of_repository(root: Path) -> np.ndarray:
-    """The bytes of this repository's Python files and pages, in the order of their names."""
-    files = sorted(
-        path
-        for folder in FOLDERS
-        for path in (root / folder).rglob("*")
-        if path.suffix in (".py", ".md")
-    )
-    return np.frombuffer(b"".join(path.read_bytes() for path in files), dtype=np.uint8)
+    """Return the bytes of this repository's Python files and pages, in the order of their names."""
+    files: list[Path] = []
+    for folder in FOLDERS:
+        files += [path for path in (root / folder).rglob("*") if path.suffix in (".py", ".md")]
+    return np.frombuffer(b"".join(path.read_bytes() for path in sorted(files)), dtype=np.uint8)
 
 
 class Curves:
@@ -212,7 +220,7 @@ class Curves:
         self.config, self.context, self.run = config, context, run
         model, ranks = config.training(REFERENCE).model(), context.world_size
         self.data = TokenWindows(tokens, 256, model.context_length)
-        # Both refuse before hours of training.
+        # Both of these raise errors now, instead of after hours of training.
         GlobalOrder(
             self.data.count,
             batch=config.batch,
@@ -240,14 +248,21 @@ class Curves:
         self,
         config: TrainConfig,
         folder: Path | None = None,
-        after: Callable[[StepMetrics], None] = lambda step: None,
+        after: Callable[[StepMetrics], None] | None = None,
     ) -> Metrics:
-        """Train; the loss of every step."""
+        """Train, and return the loss of every step with times and memory.
+
+        Args:
+            config: options of the training.
+            folder: folder of checkpoints, from which it resumes. None for no checkpoints.
+            after: function that is called after each step. None for no call.
+        """
         reports = []
 
         def report(step: StepMetrics) -> None:
             reports.append(step)
-            after(step)
+            if after is not None:
+                after(step)
 
         with peak_memory(self.context.device) as memory:
             trainer = Trainer(
@@ -277,7 +292,7 @@ class Curves:
         }
 
     def killed_curve(self, attempt: int) -> Metrics:
-        """The reference once more.
+        """Train the reference once more.
 
         In the first attempt the last rank dies by SIGKILL; the next one resumes.
         """
@@ -296,21 +311,18 @@ def verdicts(records: Records) -> list[str]:
     """Return the problems, or nothing if all is well."""
     by_name = {record.variant: record.metrics for record in records}
     problems = []
-    limit, reference = tolerance(records), by_name.get(REFERENCE, {})
+    limit = tolerance(records)
+    reference = by_name.get(REFERENCE, {})
     for name, metrics in by_name.items():
         apart = None if name in (REFERENCE, MUON) else distance(metrics, reference)
-        if limit and apart is not None and not apart <= limit:
+        if limit and apart is not None and not apart <= limit:  # also if it is NaN
             problems.append(
                 f"{name}: {apart:.4f} nats from {REFERENCE}'s curve, noise is {limit:.4f}"
             )
-        if (
-            "loss" in metrics
-            and not metrics["loss"][-1] < metrics["loss"][0]
-            and metrics["first_step"] == 0
-        ):
-            problems.append(
-                f"{name}: the loss did not fall ({metrics['loss'][0]:.3f} → {metrics['loss'][-1]:.3f})"
-            )
+        if "loss" in metrics and metrics["first_step"] == 0:
+            first, last = metrics["loss"][0], metrics["loss"][-1]
+            if not last < first:
+                problems.append(f"{name}: the loss did not fall ({first:.3f} → {last:.3f})")
     killed = by_name.get(KILLED)
     if killed and killed["first_step"] == 0:
         problems.append(f"{KILLED}: was not resumed from a checkpoint")
@@ -328,17 +340,26 @@ def tolerance(records: Records) -> float | None:
     return max(0.01, 2 * distance(by_name[ROUNDING], by_name[REFERENCE]))
 
 
+def noise_of_curves(records: Records) -> str:
+    """Return the end of the headline: the allowed distance of curves, if it is known."""
+    limit = tolerance(records)
+    return "" if limit is None else f"; noise {limit:.3f} nats"
+
+
+def findings(records: Records) -> list[str]:
+    """Return the problems as findings, which are red on a terminal."""
+    return [f"WRONG: {problem}" for problem in verdicts(records)]
+
+
 headline = headline_from(
     "{size} ({num_parameters:M} parameters), bytes, batch {batch}, {steps} steps, {dtype}, "
     "{world_size} × {device_name} ({backend}), torch {torch}{noise}",
-    noise=lambda records: (
-        "" if (limit := tolerance(records)) is None else f"; noise {limit:.3f} nats"
-    ),
+    noise=noise_of_curves,
 )
 
 
 def draw(records: Records, path: Path) -> None:
-    """All loss curves on one picture, and where one run was killed."""
+    """Draw all loss curves in one picture, and where one run was killed."""
     series, events = {}, []
     for record in records:
         if "loss" in record.metrics:
@@ -370,12 +391,12 @@ VIEW = View(
     headline=headline,
     terminal=("variant", "final_loss", "mean_abs_loss_diff", "step_p50_ms"),
     pictures={"loss.png": draw},
-    findings=lambda records: [f"WRONG: {problem}" for problem in verdicts(records)],
-    reading="All runs have one data order and one seed, so their curves may differ by rounding only, but Muon's; "
-    "the reference in two micro-batches shows how much that is. The killed run continues from its checkpoint: its "
-    "first step is the one after that.",
-    noise="The headline has the noise of the curves: the difference that two micro-batches make to the same "
-    "mathematics.",
+    findings=findings,
+    reading="All runs have one data order and one seed, so their curves may differ by rounding "
+    "only, but Muon's; the reference in two micro-batches shows how much that is. The killed run "
+    "continues from its checkpoint: its first step is the one after that.",
+    noise="The headline has the noise of the curves: the difference that two micro-batches make to "
+    "the same mathematics.",
 )
 EXPERIMENT = Experiment(
     CurvesConfig,

@@ -1,8 +1,8 @@
 """FlashAttention as a staircase: three kernels of Triton whose flags are the steps to a fast one.
 
-    forward      O = softmax(scale · Q Kᵀ) V          a program per BLOCK_M queries, walking over keys
-    dK, dV       dV = Pᵀ dO,  dK = scale · dSᵀ Q      a program per BLOCK_N keys, walking over queries
-    dQ           dQ = scale · dS K                    a program per BLOCK_M queries, walking over keys
+    forward   O = softmax(scale · Q Kᵀ) V       a program per BLOCK_M queries, walking over keys
+    dK, dV    dV = Pᵀ dO,  dK = scale · dSᵀ Q   a program per BLOCK_N keys, walking over queries
+    dQ        dQ = scale · dS K                 a program per BLOCK_M queries, walking over keys
 
 with P = exp(S − LSE) and dS = P ∘ (dO Vᵀ − Δ), Δ = rowsum(dO ∘ O). Causal, q, k, v of (H, T, D), T
 a multiple of the tiles, D a power of two: what the shipped kernels (`kernels/flash_attention`) do
@@ -11,8 +11,10 @@ flags, in the order of the steps:
 
     SKIP      tiles that the mask hides are not visited: half of the work
     SPLIT     only tiles that the mask cuts compare indices; the others are a loop of their own
-    TMA       tiles are loaded through tensor descriptors: one thread asks, no registers hold addresses
-        FUSED     one backward pass: a program that computes dS for dK adds dS K to dQ: five matmuls, not seven
+    TMA       tiles are loaded through tensor descriptors: one thread asks, and no registers hold
+              addresses
+    FUSED     one backward pass: a program that computes dS for dK adds dS K to dQ, which takes
+              five matmuls instead of seven
 
 Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
 """

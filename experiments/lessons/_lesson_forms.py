@@ -5,7 +5,7 @@ Sizes are multiples of the blocks, and no tensor has 2³¹ elements: what those 
 
 from kernels._dispatch import tl, triton
 
-# -- sums over rows ----------------------------------------------------------------------------------------------------
+# -- sums over rows --------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def column_sums_kernel(
         tl.store(out_ptr + tl.program_id(0) * cols + columns, tl.sum(total, 0))
 
 
-# -- the variance of rows that do not fit on chip ------------------------------------------------------------------
+# -- the variance of rows that do not fit on chip --------------------------------------------------
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def variance_kernel(x_ptr, y_ptr, cols, FORM: tl.constexpr, BLOCK: tl.constexpr)
     tl.store(y_ptr + tl.program_id(0), variance)
 
 
-# -- softmax of rows that fit ------------------------------------------------------------------------------------------
+# -- softmax of rows that fit ----------------------------------------------------------------------
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def softmax_kernel(x_ptr, y_ptr, rows, BLOCK: tl.constexpr, STAGES: tl.constexpr
         tl.store(y_ptr + at, powered / tl.sum(powered, 0))
 
 
-# -- before a matmul ---------------------------------------------------------------------------------------------------
+# -- before a matmul -------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def prologue_kernel(
     tl.store(y_ptr + row[:, None] * cols + col[None, :], acc.to(y_ptr.dtype.element_ty))
 
 
-# -- what backward needs -----------------------------------------------------------------------------------------------
+# -- what backward needs ---------------------------------------------------------------------------
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def gelu_backward_kernel(
     tl.store(dx_ptr + at, (dy * slope * scale).to(dx_ptr.dtype.element_ty))
 
 
-# -- operands of one kernel --------------------------------------------------------------------------------------------
+# -- operands of one kernel ------------------------------------------------------------------------
 
 
 @triton.jit

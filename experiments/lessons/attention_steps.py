@@ -29,6 +29,7 @@ from distlab.experiment import (
     Metrics,
     Options,
     RankContext,
+    Record,
     Records,
     Run,
     View,
@@ -42,10 +43,20 @@ from experiments.lessons._lesson_attention import Step, Tile, backward, forward
 from kernels._dispatch import check_runs
 
 FULL = Tile(64, 64)
+
+
+def _tuned(forward: Tile, dkdv: Tile, dq: Tile) -> Step:
+    """Return the step with tuned tiles."""
+    return Step("tuned tiles", forward=forward, dkdv=dkdv, dq=dq, skip=True, split=True)
+
+
 # By head dim; 16 is for the interpreter, where every tile costs milliseconds.
-TUNED = {16: {"forward": Tile(32, 64), "dkdv": Tile(32, 32), "dq": Tile(32, 64)},
-         64: {"forward": Tile(64, 128), "dkdv": FULL, "dq": Tile(64, 128)},
-         128: {"forward": Tile(128, 64, 8), "dkdv": Tile(32, 64), "dq": Tile(128, 64, 8)}}  # fmt: skip
+TUNED = {
+    16: _tuned(forward=Tile(32, 64), dkdv=Tile(32, 32), dq=Tile(32, 64)),
+    64: _tuned(forward=Tile(64, 128), dkdv=FULL, dq=Tile(64, 128)),
+    128: _tuned(forward=Tile(128, 64, 8), dkdv=Tile(32, 64), dq=Tile(128, 64, 8)),
+}
+# tiles of the backward in one pass, by head dim
 ONE_PASS = {16: Tile(32, 32), 64: FULL, 128: Tile(64, 64, 8)}
 NAIVE = "as in the formula"
 OTHERS = {NAIVE: "naive", "shipped": "ours", "sdpa-flash": "sdpa-flash", "sdpa-cudnn": "sdpa-cudnn"}
@@ -56,8 +67,8 @@ Calls = Mapping[str, Callable[[], Any]]  # "fwd" and "bwd" of a variant → its 
 
 
 @dataclass(frozen=True)
-class Config(Options):
-    """One run: a row per head dim and variant."""
+class AttentionStepsConfig(Options):
+    """Options of a run: a row per head dim and variant."""
 
     head_dims: tuple[int, ...] = option((64,), "widths of a head", choices=tuple(TUNED))
     heads: int = option(64, "number of heads, batch × heads", least=1)
@@ -68,27 +79,30 @@ class Config(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        tiles = [t for d in self.head_dims for s in staircase(d) for t in (s.forward, s.dkdv, s.dq)]
-        if self.length % (most := max(max(tile.m, tile.n) for tile in tiles)):
+        largest = 1  # side of a tile; all are powers of two
+        for head_dim in self.head_dims:
+            for step in staircase(head_dim):
+                for tile in (step.forward, step.dkdv, step.dq):
+                    largest = max(largest, tile.m, tile.n)
+        if self.length % largest:
             raise ValueError(
-                f"length={self.length}: these kernels have no ragged tiles; give a multiple of {most}"
+                f"length={self.length}: these kernels have no ragged tiles; give a multiple of "
+                f"{largest}"
             )
 
 
 def staircase(head_dim: int) -> list[Step]:
-    """The steps, each the one before and one thing more."""
-    tuned, one_pass = TUNED[head_dim], ONE_PASS[head_dim]
-    full = dict.fromkeys(tuned, Tile(32, 32) if head_dim == 16 else FULL)
-    descriptors = Step("tensor descriptors", **tuned, skip=True, split=True, tma=True)
-    return [
-        Step("16 × 16 tiles", *[Tile(16, 16)] * 3),
-        Step("full tiles", **full),
-        Step("masked tiles skipped", **full, skip=True),
-        Step("diagonal apart", **full, skip=True, split=True),
-        Step("tuned tiles", **tuned, skip=True, split=True),
-        descriptors,
-        replace(descriptors, name="one backward pass", fused=True, dkdv=one_pass),
-    ]
+    """Return the steps, each the one before with one thing changed."""
+    small = Tile(16, 16)
+    full = Tile(32, 32) if head_dim == 16 else FULL
+    small_tiles = Step("16 × 16 tiles", forward=small, dkdv=small, dq=small)
+    full_tiles = Step("full tiles", forward=full, dkdv=full, dq=full)
+    skipped = replace(full_tiles, name="masked tiles skipped", skip=True)
+    diagonal = replace(skipped, name="diagonal apart", split=True)
+    tuned = TUNED[head_dim]
+    descriptors = replace(tuned, name="tensor descriptors", tma=True)
+    one_pass = replace(descriptors, name="one backward pass", fused=True, dkdv=ONE_PASS[head_dim])
+    return [small_tiles, full_tiles, skipped, diagonal, tuned, descriptors, one_pass]
 
 
 def calls_of(
@@ -98,20 +112,26 @@ def calls_of(
 
     They take q, k, v, dO of (1, H, T, D), and each can be called alone.
     """
+    if name in steps:
+        return _calls_of_step(steps[name], tensors)
     q, k, v, do = tensors
-    if step := steps.get(name):  # of (H, T, D)
-        q, k, v, do = (x.detach()[0] for x in tensors)
-        saved = forward(step, q, k, v)
-        return {
-            "fwd": lambda: forward(step, q, k, v)[0],
-            "bwd": lambda: backward(step, q, k, v, *saved, do),
-        }
     attention = build(OTHERS[name], shape, q.device.type)
     o = attention(q, k, v)
     return {
-        "fwd": lambda: attention(q, k, v),
-        "bwd": lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True),
+        "fwd": partial(attention, q, k, v),
+        "bwd": partial(torch.autograd.grad, o, (q, k, v), do, retain_graph=True),
     }
+
+
+def _calls_of_step(step: Step, tensors: Sequence[Tensor]) -> Calls:
+    """Return `calls_of` a step, whose kernels take (H, T, D) and no graph of autograd."""
+    q, k, v, do = (x.detach()[0] for x in tensors)
+    o, lse2 = forward(step, q, k, v)
+
+    def output() -> Tensor:
+        return forward(step, q, k, v)[0]
+
+    return {"fwd": output, "bwd": partial(backward, step, q, k, v, o, lse2, do)}
 
 
 def check(calls: Calls, shape: Shape, tensors: Sequence[Tensor]) -> Metrics:
@@ -119,50 +139,64 @@ def check(calls: Calls, shape: Shape, tensors: Sequence[Tensor]) -> Metrics:
 
     Each is divided by the largest exact value.
     """
-    found = [x.flatten(0, -3)[-1:] for x in (calls["fwd"](), *calls["bwd"]())]
-    expected = exact(shape, *tensors)
-    apart = [
-        ((x.double() - y).abs().max() / y.abs().max()).item()
-        for x, y in zip(found, expected, strict=True)
-    ]
+    results = calls["fwd"](), *calls["bwd"]()
+    apart = []
+    for result, expected in zip(results, exact(shape, *tensors), strict=True):
+        last_head = result.flatten(0, -3)[-1:]  # of (H, T, D) or (1, H, T, D)
+        difference = (last_head.double() - expected).abs().max()
+        apart.append((difference / expected.abs().max()).item())
     dtype = str(tensors[0].dtype).removeprefix("torch.")
     metrics = {"error": apart[0], "grad_error": max(apart[1:])}
-    if not max(apart) <= TOLERANCE[dtype]:
+    if not max(apart) <= TOLERANCE[dtype]:  # also if it is NaN
         metrics["status"] = "WRONG"
     return metrics
 
 
-def measure(config: Config, context: RankContext, run: Run) -> None:
-    """A row per head dim and variant; those of one head dim are timed in the same rounds."""
+def measure(config: AttentionStepsConfig, context: RankContext, run: Run) -> None:
+    """Add a row per head dim and variant. Those of one head dim are timed in the same rounds."""
     check_runs(context.device)
-    on_gpu = context.device.type == "cuda"
+    others = tuple(OTHERS) if context.device.type == "cuda" else (NAIVE,)
     for head_dim in config.head_dims:
         steps = {step.name: step for step in staircase(head_dim)}
-        names = [*steps, *(OTHERS if on_gpu else (NAIVE,))]
-        if not all(run.done(name, head_dim=head_dim) for name in names):
-            shape = Shape(1, config.heads, config.heads, config.length, config.length, head_dim)
-            tensors = inputs(shape, config.dtype, context.device.type)
-            found, calls = {}, {}  # variant → its metrics; variant → its calls
-            for name in names:
-                run.progress(f"{name}, head dim {head_dim}")
-                found[name] = attempt(partial(ready, calls, name, shape, tensors, steps))
-            timed = {
-                name: partial(once, mine, config.calls, context.device)
-                for name, mine in calls.items()
-            }
-            for name, metrics in sample_rounds(timed, config.rounds).items():
-                found[name] |= metrics
-            gains(found, [*steps.values()], config.length)
-            for name, metrics in found.items():
-                if "fwd_p50_ms" in metrics:
-                    # by convention: visible pairs, backward 2.5 × forward
-                    work = shape.flops() / 1e9
-                    metrics |= {
-                        f"{way}_tflop_per_s": times * work / metrics[f"{way}_p50_ms"]
-                        for way, times in (("fwd", 1.0), ("bwd", 2.5), ("fwd_bwd", 3.5))
-                    }
-                kind = "steps" if name in steps else "others"
-                run.add(name, metrics, head_dim=head_dim, kind=kind)
+        names = [*steps, *others]
+        if all(run.done(name, head_dim=head_dim) for name in names):
+            continue
+        shape = Shape(
+            batch=1,
+            heads=config.heads,
+            kv_heads=config.heads,
+            queries=config.length,
+            keys=config.length,
+            head_dim=head_dim,
+        )
+        tensors = inputs(shape, config.dtype, context.device.type)
+        found: dict[str, Metrics] = {}
+        calls: dict[str, Calls] = {}
+        for name in names:
+            run.progress(f"{name}, head dim {head_dim}")
+            found[name] = attempt(partial(ready, calls, name, shape, tensors, steps))
+        timed = {
+            name: partial(once, calls_of_variant, config.calls, context.device)
+            for name, calls_of_variant in calls.items()
+        }
+        for name, metrics in sample_rounds(timed, config.rounds).items():
+            found[name] |= metrics
+        gains(found, [*steps.values()], config.length)
+        for name, metrics in found.items():
+            if "fwd_p50_ms" in metrics:
+                metrics |= rates(metrics, shape)
+            kind = "steps" if name in steps else "others"
+            run.add(name, metrics, head_dim=head_dim, kind=kind)
+
+
+def rates(metrics: Metrics, shape: Shape) -> Metrics:
+    """Return TFLOP/s by convention: of visible pairs, with a backward of 2.5 forwards."""
+    forward_tflop_ms = shape.flops() / 1e9  # TFLOP of the forward, times 1,000: divide by ms
+    return {
+        "fwd_tflop_per_s": 1.0 * forward_tflop_ms / metrics["fwd_p50_ms"],
+        "bwd_tflop_per_s": 2.5 * forward_tflop_ms / metrics["bwd_p50_ms"],
+        "fwd_bwd_tflop_per_s": 3.5 * forward_tflop_ms / metrics["fwd_bwd_p50_ms"],
+    }
 
 
 def ready(
@@ -172,21 +206,20 @@ def ready(
     tensors: Sequence[Tensor],
     steps: Mapping[str, Step],
 ) -> Metrics:
-    """Put the calls of a variant among `calls` once they have run; gives its errors."""
-    mine = calls_of(name, shape, tensors, steps)
-    metrics = check(mine, shape, tensors)
-    calls[name] = mine
+    """Put the calls of a variant into `calls` once they have run, and return its errors."""
+    made = calls_of(name, shape, tensors, steps)
+    metrics = check(made, shape, tensors)
+    calls[name] = made
     return metrics
 
 
 def once(calls: Calls, repeats: int, device: torch.device) -> dict[str, list[float]]:
     """Return ms of forward and of backward, timed in one round, and their sums as both."""
-    warmup = int(device.type == "cuda")
-    times = {
-        way: clock.measure(call, warmup=warmup, repeats=repeats, device=device)
-        for way, call in calls.items()
-    }
-    return times | {"fwd_bwd": [sum(pair) for pair in zip(*times.values(), strict=True)]}
+    warmup = 1 if device.type == "cuda" else 0
+    fwd_ms = clock.measure(calls["fwd"], warmup=warmup, repeats=repeats, device=device)
+    bwd_ms = clock.measure(calls["bwd"], warmup=warmup, repeats=repeats, device=device)
+    both_ms = [fwd + bwd for fwd, bwd in zip(fwd_ms, bwd_ms, strict=True)]
+    return {"fwd": fwd_ms, "bwd": bwd_ms, "fwd_bwd": both_ms}
 
 
 def gains(found: dict[str, Metrics], steps: Sequence[Step], length: int) -> None:
@@ -196,15 +229,25 @@ def gains(found: dict[str, Metrics], steps: Sequence[Step], length: int) -> None
     computed, is the matmuls of the tiles visited before over those visited now.
     """
     for before, now in pairwise(steps):
-        work = [step.matmul_flops(length) for step in (before, now)]
+        computes_less = (now.skip, now.fused) != (before.skip, before.fused)
         for way in PASSES:
-            samples = [found[step.name].get(f"{way}_samples_ms", ()) for step in (before, now)]
-            if all(samples):
-                metrics = found[now.name]
-                metrics[f"{way}_gain"] = median(a / b for a, b in zip(*samples, strict=True))
-                old, new = ((sum(w.values()) if way == "fwd_bwd" else w[way]) for w in work)
-                if (now.skip, now.fused) != (before.skip, before.fused) and old != new:
-                    metrics[f"{way}_predicted_gain"] = old / new
+            old_ms = found[before.name].get(f"{way}_samples_ms")
+            new_ms = found[now.name].get(f"{way}_samples_ms")
+            if not old_ms or not new_ms:
+                continue
+            metrics = found[now.name]
+            metrics[f"{way}_gain"] = median(
+                old / new for old, new in zip(old_ms, new_ms, strict=True)
+            )
+            old_work, new_work = _work(before, way, length), _work(now, way, length)
+            if computes_less and old_work != new_work:
+                metrics[f"{way}_predicted_gain"] = old_work / new_work
+
+
+def _work(step: Step, way: str, length: int) -> int:
+    """Return the matmul FLOPs over 2 · head dim of one of PASSES."""
+    flops = step.matmul_flops(length)
+    return flops["fwd"] + flops["bwd"] if way == "fwd_bwd" else flops[way]
 
 
 def draw(records: Records, path: Path) -> None:
@@ -216,15 +259,43 @@ def draw(records: Records, path: Path) -> None:
     several = len({r.config["head_dim"] for r in records}) > 1
     labels = [f"{r.variant}, d = {r.config['head_dim']}" if several else r.variant for r in records]
     parts = {
-        text: [
-            r.metrics.get(
-                f"{way}_p50_ms", None if r.metrics["status"] == "ok" else r.metrics["status"]
-            )
-            for r in records
-        ]
-        for way, text in (("fwd", "forward"), ("bwd", "backward"))
+        "forward": [_bar(r.metrics, "fwd_p50_ms") for r in records],
+        "backward": [_bar(r.metrics, "bwd_p50_ms") for r in records],
     }
     stacked_bars(path, labels, parts, title=headline(records), unit="ms")
+
+
+def _bar(metrics: Metrics, name: str) -> float | str | None:
+    """Return the ms of a bar, or why there are none."""
+    if name in metrics:
+        return metrics[name]
+    return None if metrics["status"] == "ok" else metrics["status"]
+
+
+def noise_of_both(record: Record) -> float | None:
+    """Return the noise of forward + backward, in %, for a record that was written without it."""
+    return noise_of(record.metrics, "fwd_bwd")
+
+
+def findings(records: Records) -> list[str]:
+    """Say of an interpreted run what its numbers are worth."""
+    if records[0].environment.get("cuda"):
+        return []
+    return ["Interpreted: the errors count, and no time does."]
+
+
+def wrong(records: Records) -> list[str]:
+    """Name the variants whose error is above the tolerance."""
+    return [f"{r.variant} is wrong" for r in records if r.metrics["status"] == "WRONG"]
+
+
+def gain_columns(way: str, title: str) -> tuple[Column, Column, Column]:
+    """Return the columns of one pass's gain, its prediction, and the prediction's error."""
+    return (
+        sparse_column(f"metrics.{way}_gain", f"{title} gain", ".2f"),
+        sparse_column(f"metrics.{way}_predicted_gain", f"{title} predicted", ".2f", optional=True),
+        prediction_error(f"{way}_predicted_gain", f"{way}_gain", f"{title} off %"),
+    )
 
 
 headline = headline_from(
@@ -234,27 +305,13 @@ VIEW = View(
     columns=[
         Column("config.head_dim", "d"),
         Column("variant", "step"),
-        *(
-            Column(f"metrics.{way}_p50_ms", f"{text} ms", ".3f")
-            for way, text in zip(PASSES, ("forward", "backward", "forward + backward"), strict=True)
-        ),
-        Column(
-            "metrics.noise_pct",
-            "noise ± %",
-            ".1f",
-            derived=lambda record: noise_of(record.metrics, "fwd_bwd"),
-        ),
-        *(
-            column
-            for way, text in zip(PASSES, ("forward", "backward", "both"), strict=True)
-            for column in (
-                sparse_column(f"metrics.{way}_gain", f"{text} gain", ".2f"),
-                sparse_column(
-                    f"metrics.{way}_predicted_gain", f"{text} predicted", ".2f", optional=True
-                ),
-                prediction_error(f"{way}_predicted_gain", f"{way}_gain", f"{text} off %"),
-            )
-        ),
+        Column("metrics.fwd_p50_ms", "forward ms", ".3f"),
+        Column("metrics.bwd_p50_ms", "backward ms", ".3f"),
+        Column("metrics.fwd_bwd_p50_ms", "forward + backward ms", ".3f"),
+        Column("metrics.noise_pct", "noise ± %", ".1f", derived=noise_of_both),
+        *gain_columns("fwd", "forward"),
+        *gain_columns("bwd", "backward"),
+        *gain_columns("fwd_bwd", "both"),
         Column("metrics.fwd_tflop_per_s", "forward TFLOP/s", ".0f"),
         Column("metrics.bwd_tflop_per_s", "backward TFLOP/s", ".0f"),
         Column("metrics.error", "error", ".0e"),
@@ -262,18 +319,18 @@ VIEW = View(
         Column("metrics.status", "status", optional=True),
     ],
     headline=headline,
-    reading="Gain is the time of the step before over this one's, the median over interleaved rounds. "
-    "The first step has none, and neither have the rows before and after the steps. Predicted "
-    "is the same ratio of multiplications in the tiles that are visited, for the two steps that "
-    "compute less: skipped tiles (nearly half of all), and one backward pass (five matmuls per "
-    "tile instead of seven). The other steps do the same work in another way: full tiles are "
-    "multiplied by wgmma, which reads operands from shared memory, where 16 rows leave most of "
-    "a tensor core idle and load K and V once per 16 queries; a diagonal apart takes "
+    reading="Gain is the time of the step before over this one's, the median over interleaved "
+    "rounds. The first step has none, and neither have the rows before and after the steps. "
+    "Predicted is the same ratio of multiplications in the tiles that are visited, for the two "
+    "steps that compute less: skipped tiles (nearly half of all), and one backward pass (five "
+    "matmuls per tile instead of seven). The other steps do the same work in another way: full "
+    "tiles are multiplied by wgmma, which reads operands from shared memory, where 16 rows leave "
+    "most of a tensor core idle and load K and V once per 16 queries; a diagonal apart takes "
     "comparisons out of the loop; tuned tiles keep more programs resident; descriptors take "
-    "addresses out of registers. Between two prediction and measurement stand the softmax, "
-    "which no matmul hides, and programs of unequal length. Errors are over the largest exact "
-    "value, of the first head. TFLOP/s count causal pairs only, backward as 2.5 forwards. In "
-    "Triton's interpreter times say nothing.",
+    "addresses out of registers. Between two prediction and measurement stand the softmax, which "
+    "no matmul hides, and programs of unequal length. Errors are over the largest exact value, of "
+    "the first head. TFLOP/s count causal pairs only, backward as 2.5 forwards. In Triton's "
+    "interpreter times say nothing.",
     terminal=(
         "fwd_p50_ms",
         "bwd_p50_ms",
@@ -286,21 +343,16 @@ VIEW = View(
         "grad_error",
     ),
     pictures={"steps.png": draw},
-    findings=lambda records: (
-        []
-        if records[0].environment.get("cuda")
-        else ["Interpreted: the errors count, and no time does."]
-    ),
-    prediction="From the tiles that a step visits, where a step changes their number or what is done in each.",
+    findings=findings,
+    prediction="From the tiles that a step visits, where a step changes their number or what is "
+    "done in each.",
 )
 SMALL = {"head_dims": (16,), "heads": 1, "length": 64, "dtype": "float32", "rounds": 3, "calls": 1}
 EXPERIMENT = Experiment(
-    Config,
+    AttentionStepsConfig,
     measure,
     VIEW,
     presets={"quick": {"rounds": 3}, "quick-cpu": SMALL, "smoke": SMALL},
     gpus=1,
-    wrong=lambda records: [
-        f"{r.variant} is wrong" for r in records if r.metrics["status"] == "WRONG"
-    ],
+    wrong=wrong,
 )

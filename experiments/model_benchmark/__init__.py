@@ -29,7 +29,7 @@ import torch
 
 from distlab.bench.trial import MODES
 from distlab.comm import collectives
-from distlab.experiment import Column, Experiment, RankContext, Records, Run, View
+from distlab.experiment import Column, Experiment, Metrics, RankContext, Records, Run, View
 from distlab.measure import attempt
 from distlab.measure.trace.capture import PHASES
 from distlab.report import NOISE, gib_column, prediction_error, stacked_bars, text_column, waiting
@@ -37,9 +37,9 @@ from distlab.train.memory_budget import require
 from experiments._own_model import own_facts
 
 from .by_part import PART_VIEW
-from .memory import MEMORY_VIEW, SAVED_VIEW, memory, predicted_peak, saved
+from .step_memory import MEMORY_VIEW, SAVED_VIEW, memory, predicted_peak, saved
 from .taken_apart import KERNEL_VIEW, WORK_VIEW, profile
-from .timing import agreed, timed, verdict
+from .time_modes import agreed, timed, verdict
 from .trials import (
     BenchmarkConfig,
     TrialConfig,
@@ -71,22 +71,19 @@ def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
     if config.nvtx:
         torch.cuda.profiler.start()
     for trial in config.trials():
-        names = {}
+        names = {}  # (mode, warm-up) → name of the row
         for mode, warmup in itertools.product(modes, config.warmups):
-            parts = [
-                config.label(trial),
-                mode,
-                f"warm-up {warmup}" if len(config.warmups) > 1 else "",
-            ]
-            names[mode, warmup] = ", ".join(filter(None, parts))
+            of_warmup = f"warm-up {warmup}" if len(config.warmups) > 1 else ""
+            named = filter(None, [config.label(trial), mode, of_warmup])
+            names[mode, warmup] = ", ".join(named)
         if all(map(run.done, names.values())):
             continue
         rows = timed(config, trial, context, run.progress)  # first, while the process is cold
         # By rank 0: the check needs no other rank, and those would only take its memory and cores.
-        check = config.factory is None and context.is_main
-        checked = agreed(
-            partial(errors_against_reference, context, trial) if check else dict, context
-        )
+        if config.factory is None and context.is_main:
+            checked = agreed(partial(errors_against_reference, context, trial), context)
+        else:
+            checked = agreed(dict, context)
         checked = collectives.gather_objects(checked, context.group)[0]
         for (mode, warmup), metrics in rows.items():
             metrics |= {name: checked.get(name) for name in ("loss_rel_error", "grad_rel_error")}
@@ -127,7 +124,8 @@ def take_apart(config: BenchmarkConfig, trial: TrialConfig, context: RankContext
     for what, part in parts.items():
         run.progress(f"{what} {name}")
         found = attempt(part)
-        if (status := found.pop("status")) != "ok":
+        status = found.pop("status")
+        if status != "ok":
             run.notice(f"{what} {name}: {status}")
         for view, rows in found.items():
             for row, (variant, metrics) in enumerate(rows):  # of one kernel there may be several
@@ -143,20 +141,39 @@ def draw_steps(records: Records, path: Path) -> None:
     fullest = max((record.config["mode"] for record in records), key=MODES.index)
     records = [record for record in records if record.config["mode"] == fullest]
     rows = [record.metrics for record in records]
-    timed = [metrics.get("step_p50_ms") is not None for metrics in rows]
-    parts = {
-        phase: [
-            (m.get(f"{phase}_p50_ms") or 0.0) if ok else m["status"]
-            for m, ok in zip(rows, timed, strict=True)
-        ]
-        for phase in PHASES
-    }
-    ends = [
-        (m["step_p20_ms"], m["step_p80_ms"]) if ok else None
-        for m, ok in zip(rows, timed, strict=True)
-    ]
-    unit, labels = "ms (median; whiskers p20 to p80)", [record.variant for record in records]
-    stacked_bars(path, labels, parts, title=headline(records), unit=unit, whiskers=ends)
+    parts = {phase: [_bar(metrics, phase) for metrics in rows] for phase in PHASES}
+    stacked_bars(
+        path,
+        [record.variant for record in records],
+        parts,
+        title=headline(records),
+        unit="ms (median; whiskers p20 to p80)",
+        whiskers=[_whiskers(metrics) for metrics in rows],
+    )
+
+
+def _is_timed(metrics: Metrics) -> bool:
+    """Return whether a row has times. One that failed has only its status."""
+    return metrics.get("step_p50_ms") is not None
+
+
+def _bar(metrics: Metrics, phase: str) -> float | str:
+    """Return the ms of a phase, 0 for one that the mode does not have, or why there is no time."""
+    if not _is_timed(metrics):
+        return metrics["status"]
+    return metrics.get(f"{phase}_p50_ms") or 0.0
+
+
+def _whiskers(metrics: Metrics) -> tuple[float, float] | None:
+    """Return p20 and p80 of the whole call."""
+    if not _is_timed(metrics):
+        return None
+    return metrics["step_p20_ms"], metrics["step_p80_ms"]
+
+
+def headline_with_waiting(records: Records) -> str:
+    """Return what was measured, and in which rows the GPU waits for the host."""
+    return headline(records) + waiting(records)
 
 
 VIEW = View(
@@ -185,28 +202,28 @@ VIEW = View(
         NOISE,
         text_column("metrics.status", "status"),
     ],
-    headline=lambda records: headline(records) + waiting(records),
+    headline=headline_with_waiting,
     terminal=(
-        *(
-            "variant",
-            "step_p50_ms",
-            "noise_pct",
-            "peak_alloc_bytes",
-            "predicted_peak_bytes",
-            "tokens_per_s",
-        ),
-        *("mfu_pct", "status"),
+        "variant",
+        "step_p50_ms",
+        "noise_pct",
+        "peak_alloc_bytes",
+        "predicted_peak_bytes",
+        "tokens_per_s",
+        "mfu_pct",
+        "status",
     ),
     pictures={"steps.png": draw_steps},
-    reading="Inference is a forward without gradients; forward keeps what backward needs and stops there; "
-    "forward_backward adds backward and the synchronisation of gradients; step adds the optimizer. Every call works on "
-    "the next of four batches. Rows with several warm-ups are cut from one series; the column first is a row's first "
-    "call.\n\n"
-    "The gradient error is ‖g − g_ref‖ / ‖g_ref‖ over all parameters, against a model of the same weights with naive "
-    "attention, torch's operations, fp32, nothing compiled. A row whose error is above the tolerance of its dtype, "
-    "whose clock does not cover the wall's, whose gradients are zero, or that is faster than the device's peak, says "
-    "so in its status.",
-    prediction="Peaks in closed form (distlab.theory.memory). For predicted steps see plan and predict.",
+    reading="Inference is a forward without gradients; forward keeps what backward needs and stops "
+    "there; forward_backward adds backward and the synchronisation of gradients; step adds the "
+    "optimizer. Every call works on the next of four batches. Rows with several warm-ups are cut "
+    "from one series; the column first is a row's first call.\n\n"
+    "The gradient error is ‖g − g_ref‖ / ‖g_ref‖ over all parameters, against a model of the same "
+    "weights with naive attention, torch's operations, fp32, nothing compiled. A row whose error "
+    "is above the tolerance of its dtype, whose clock does not cover the wall's, whose gradients "
+    "are zero, or that is faster than the device's peak, says so in its status.",
+    prediction="Peaks in closed form (distlab.theory.memory). For predicted steps see plan and "
+    "predict.",
 )
 # Where the time and the memory of a step and of a forward alone go, over contexts.
 PROFILED = {

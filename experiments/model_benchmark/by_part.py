@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distlab.bench.trial import Trial
-from distlab.experiment import Column, Records, View
+from distlab.experiment import Column, Metrics, Records, View
 from distlab.measure import (
     Event,
     FlopsByCategory,
@@ -41,10 +41,11 @@ from distlab.report import grouped, prediction_error, stacked_bars
 from distlab.theory.operators import Compute
 from experiments._traffic import TrafficLog
 
-from .trials import Rows, headline, ms_column, prefix
+from .trials import Rows, headline, label_of, ms_column, prefix
 
 INSIDE, REST = "distlab:in ", "loss and rest"
-# The first that is found decides; a user's own model keeps its names, with a star for every number.
+# part → pattern of its ranges. The first match decides. A user's own model keeps its names, with a
+# star for every number.
 PARTS = (
     ("scores", r"/scores$"),
     ("softmax", r"/softmax$"),
@@ -62,7 +63,7 @@ PARTS = (
     ("dropout", r"dropout$"),
     (REST, r"^(model)?$"),
 )
-DRAWN = {  # in the picture, the kinds of work; all but these are `other`
+DRAWN = {  # kind of work in the picture → its parts; the rest are `other`
     "matrix products": ("feed-forward matmuls", "projections"),
     "scores": ("scores",),
     "softmax": ("softmax",),
@@ -82,38 +83,58 @@ Parts = Counter[tuple[str, str]]  # (phase, part) → ms, number or FLOPs
 def part_of(name: str) -> str:
     """Return the part of the model that a range belongs to, forward or backward."""
     name = name.removesuffix(" backward")
-    return next(
-        (part for part, pattern in PARTS if re.search(pattern, name)), re.sub(r"\d+", "*", name)
-    )
+    for part, pattern in PARTS:
+        if re.search(pattern, name):
+            return part
+    return re.sub(r"\d+", "*", name)
 
 
 def trace_ranges(trial: Trial) -> Any:
     """Make every part of the model a range of the profiler's trace while it is open."""
     push, pop = emitter("profiler")
-    return named_ranges(
-        trial.model, Emitter(lambda name: push(INSIDE + name), pop), trial.optimizer
-    )
+
+    def push_inside(name: str) -> Any:
+        return push(INSIDE + name)
+
+    return named_ranges(trial.model, Emitter(push_inside, pop), trial.optimizer)
 
 
 def measured_parts(events: Sequence[Event]) -> tuple[Parts, Parts]:
     """Return (phase, part) → ms and number of kernels per step of a trace with `trace_ranges`."""
     windows = step_windows(events)
     ms, count, still_open = Counter(), Counter(), []
-    for event in sorted(events, key=lambda e: (e.on_host_ms, e.kind != "range", -e.end_ms)):
+    for event in sorted(events, key=_outermost_first):
         while still_open and still_open[-1].end_ms < event.on_host_ms:
             still_open.pop()
         if event.kind == "range":
             still_open.append(event)
         elif any(start <= event.start_ms and event.end_ms <= end for start, end in windows):
             names = [each.name for each in reversed(still_open) if event.on_host_ms <= each.end_ms]
-            part = next(
-                (part_of(name.removeprefix(INSIDE)) for name in names if name.startswith(INSIDE)),
-                REST,
-            )
-            phase = next((phase for phase in PHASES if f"distlab:{phase}" in names), "forward")
-            ms[phase, part] += (event.end_ms - event.start_ms) / len(windows)
-            count[phase, part] += 1 / len(windows)
+            where = _phase_around(names), _part_around(names)
+            ms[where] += (event.end_ms - event.start_ms) / len(windows)
+            count[where] += 1 / len(windows)
     return ms, count
+
+
+def _outermost_first(event: Event) -> tuple[float, bool, float]:
+    """Return a sort key: by begin on the host, ranges before the kernels and ranges inside them."""
+    return event.on_host_ms, event.kind != "range", -event.end_ms
+
+
+def _part_around(names: Sequence[str]) -> str:
+    """Return the part of the innermost range of the model among `names`, innermost first."""
+    for name in names:
+        if name.startswith(INSIDE):
+            return part_of(name.removeprefix(INSIDE))
+    return REST
+
+
+def _phase_around(names: Sequence[str]) -> str:
+    """Return the phase whose range is among `names`."""
+    for phase in PHASES:
+        if f"distlab:{phase}" in names:
+            return phase
+    return "forward"
 
 
 @dataclass(frozen=True)
@@ -133,63 +154,77 @@ class Rates:
     launch_s: float
 
     def seconds(self, operator: Compute, kind: str) -> float:
-        """Time of an operator that does its FLOPs as one kind and moves its bytes as another."""
-        backward = " backward" * (operator.phase == "backward")
-        doing = f"attention{backward}" if operator.is_attention else "matmul"
-        kind = f"norm{backward}" if operator.name.startswith(TORCHS_NORMS) else kind
-        return self.launch_s + max(
-            operator.flops / self.flops_per_s[doing], operator.bytes / self.bytes_per_s[kind]
-        )
+        """Return the time of an operator: a launch, and the longer of its FLOPs and its bytes.
+
+        Args:
+            operator: operator as it was counted.
+            kind: kind of traffic, one of `measure.memory_traffic.KINDS`.
+        """
+        backward = " backward" if operator.phase == "backward" else ""
+        arithmetic = f"attention{backward}" if operator.is_attention else "matmul"
+        if operator.name.startswith(TORCHS_NORMS):
+            kind = f"norm{backward}"
+        flops_s = operator.flops / self.flops_per_s[arithmetic]
+        bytes_s = operator.bytes / self.bytes_per_s[kind]
+        return self.launch_s + max(flops_s, bytes_s)
 
 
 def rates(trial: Trial) -> Rates | None:
-    """Measured now; None for a user's model, of whose sizes nothing is known."""
+    """Measure the rates of this device. None for a user's model, whose sizes are unknown."""
     if trial.options.factory is not None:
         return None
     shape, options, device = trial.shape, trial.options, trial.context.device
-    dtype, on_gpu = DTYPES[options.dtype] or torch.float32, device.type == "cuda"
+    dtype = DTYPES[options.dtype] or torch.float32
+    on_gpu = device.type == "cuda"
 
     def seconds(call: Callable[[], Any]) -> float:
         call()
-        times = (
-            [busy_ms(call)[0]]
-            if on_gpu
-            else clock.measure(call, warmup=1, repeats=3, device=device)
-        )
-        return statistics.median(times) / 1e3
+        if on_gpu:
+            return busy_ms(call)[0] / 1e3
+        return statistics.median(clock.measure(call, warmup=1, repeats=3, device=device)) / 1e3
 
     def both(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[float, float]:
-        """Seconds of forward and of backward."""
+        """Return seconds of forward and of backward."""
         leaves = [each.detach().requires_grad_() for each in inputs]
         forward = seconds(partial(function, *leaves))
         upstream = torch.ones_like(function(*leaves))
-        together = seconds(lambda: torch.autograd.grad(function(*leaves), leaves, upstream))
-        return forward, max(together - forward, 0.1 * forward)
+
+        def step() -> Any:
+            return torch.autograd.grad(function(*leaves), leaves, upstream)
+
+        # The difference of two noisy times can be near 0, or below.
+        return forward, max(seconds(step) - forward, 0.1 * forward)
 
     tokens, d = options.batch * shape.context_length, shape.d_model
-    x, w, stream = (
-        torch.randn(sizes, device=device) for sizes in ((tokens, d), (d, shape.d_ff), (tokens, d))
-    )
-    x, w, gain = x.to(dtype), w.to(dtype), torch.ones(d, device=device)
+    x = torch.randn(tokens, d, device=device).to(dtype)
+    w = torch.randn(d, shape.d_ff, device=device).to(dtype)
+    # The residual stream and its norms are fp32 under autocast.
+    stream = torch.randn(tokens, d, device=device)
+    gain = torch.ones(d, device=device)
     q = torch.randn(
         options.batch, shape.num_heads, shape.context_length, d // shape.num_heads, device=device
     ).to(dtype)
-    norms = both(lambda s, g: F.rms_norm(s, (d,), g), stream, gain)
-    attentions = both(sdpa, q, q.clone(), q.clone())
     big = torch.ones(2**14 if on_gpu else 2**8, 2**12, device=device)
-    tiny, bytes_per_s = torch.ones(1, device=device), memory_traffic.rates(big, seconds)
+    tiny = torch.ones(1, device=device)
+
+    def norm(stream: Tensor, gain: Tensor) -> Tensor:
+        return F.rms_norm(stream, (d,), gain)
+
+    norm_s, norm_backward_s = both(norm, stream, gain)
+    attention_s, attention_backward_s = both(sdpa, q, q.clone(), q.clone())
+    bytes_per_s = memory_traffic.rates(big, seconds)
     bytes_per_s |= {
-        "norm": 2 * stream.nbytes / norms[0],
-        "norm backward": 4 * stream.nbytes / norms[1],
+        "norm": 2 * stream.nbytes / norm_s,
+        "norm backward": 4 * stream.nbytes / norm_backward_s,
     }
     # causal: half of 4·B·T²·d; backward five matmuls for two
     scores = 2 * q.numel() * shape.context_length
     flops_per_s = {
-        "matmul": 2 * tokens * w.numel() / seconds(lambda: x @ w),
-        "attention": scores / attentions[0],
-        "attention backward": 2.5 * scores / attentions[1],
+        "matmul": 2 * tokens * w.numel() / seconds(partial(torch.matmul, x, w)),
+        "attention": scores / attention_s,
+        "attention backward": 2.5 * scores / attention_backward_s,
     }
-    return Rates(flops_per_s, bytes_per_s, seconds(tiny.clone))
+    return Rates(flops_per_s, bytes_per_s, launch_s=seconds(tiny.clone))
 
 
 def counted_parts(
@@ -209,53 +244,57 @@ def counted_parts(
         with named_ranges(plain.model, Emitter(log.open.append, log.open.pop), plain.optimizer):
             plain("step", mark)
     ms, flops = Counter(), Counter()
-    for operator, (kind, place) in zip(log.items, log.places, strict=True):
-        ms[operator.phase, part_of(place)] += (
-            0.0 if device is None else 1e3 * device.seconds(operator, kind)
-        )
-        flops[operator.phase, part_of(place)] += operator.flops
+    for operator, (kind, range_name) in zip(log.items, log.places, strict=True):
+        where = operator.phase, part_of(range_name)
+        ms[where] += 0.0 if device is None else 1e3 * device.seconds(operator, kind)
+        flops[where] += operator.flops
     return ms, flops, by_phase
 
 
 def part_rows(measured: tuple[Counter, Counter], predicted: Counter, flops: Counter) -> Rows:
-    """A row for each part, those with the most time first."""
-    (ms, kernels), rows = measured, []
+    """Return a row for each part, those with the most time first."""
+    ms, kernels = measured
+    rows = []
     for part in dict.fromkeys(part for _, part in ms):
         part_ms = sum(ms[phase, part] for phase in PHASES)
         predicted_ms = sum(predicted[phase, part] for phase in PHASES)
+        part_flops = sum(flops[phase, part] for phase in PHASES)
         metrics = {
             "part_ms": part_ms,
             "predicted_part_ms": predicted_ms or None,
             "kernels": sum(kernels[phase, part] for phase in PHASES),
         }
-        for phase in PHASES[:2]:
+        for phase in ("forward", "backward"):
             metrics[f"{phase}_part_ms"] = ms[phase, part] or None
             metrics[f"predicted_{phase}_part_ms"] = predicted[phase, part] or None
         metrics |= {
             OF_TIME: 100 * part_ms / ms.total(),
-            "of_flops_pct": 100
-            * sum(flops[phase, part] for phase in PHASES)
-            / (flops.total() or 1),
+            "of_flops_pct": 100 * part_flops / (flops.total() or 1),
         }
         rows.append((part, metrics))
-    return sorted(rows, key=lambda row: -row[1]["part_ms"])
+    return sorted(rows, key=_ms_of, reverse=True)
+
+
+def _ms_of(row: tuple[str, Metrics]) -> float:
+    """Return the ms of a part's row."""
+    _, metrics = row
+    return metrics["part_ms"]
 
 
 def part_findings(records: Records) -> list[str]:
     """Compare the whole step's kernels with the prediction."""
     lines = []
-    for label, rows in grouped(records, lambda r: r.config["label"]).items():
-        total, said = (
-            sum(r.metrics[name] or 0 for r in rows) for name in ("part_ms", "predicted_part_ms")
-        )
-        predicted = f", predicted {said:.2f} ms" if said else ""
+    for label, rows in grouped(records, label_of).items():
+        total = sum(r.metrics["part_ms"] or 0 for r in rows)
+        predicted_ms = sum(r.metrics["predicted_part_ms"] or 0 for r in rows)
+        predicted = f", predicted {predicted_ms:.2f} ms" if predicted_ms else ""
         lines.append(f"{prefix(label)}kernels take {total:.2f} ms{predicted}.")
     return lines
 
 
 def draw_parts(records: Records, path: Path) -> None:
-    """Time by part of every combination, measured above predicted."""
-    labels = list(dict.fromkeys(record.config["label"] for record in records))
+    """Draw the time by part of every combination, measured above predicted."""
+    labels = list(dict.fromkeys(map(label_of, records)))
     known = [
         metric
         for metric in ("part_ms", "predicted_part_ms")
@@ -264,11 +303,11 @@ def draw_parts(records: Records, path: Path) -> None:
     bars = [(label, metric) for label in labels for metric in known]
     parts = {kind: [0.0] * len(bars) for kind in (*DRAWN, "other")}
     for record in records:
-        label = record.config["label"]
-        part = record.variant.removeprefix(prefix(label))
-        kind = next((kind for kind, names in DRAWN.items() if part in names), "other")
+        label = label_of(record)
+        kind = _kind_of(record.variant.removeprefix(prefix(label)))
         for place, (bar, metric) in enumerate(bars):
-            parts[kind][place] += (record.metrics[metric] or 0.0) * (bar == label)
+            if bar == label:
+                parts[kind][place] += record.metrics[metric] or 0.0
     parts = {kind: values for kind, values in parts.items() if any(values)}
     rows = [
         f"{label} {'measured' if metric == 'part_ms' else 'predicted'}".strip()
@@ -277,6 +316,14 @@ def draw_parts(records: Records, path: Path) -> None:
     stacked_bars(
         path, rows, parts, title=f"Where the time goes: {headline(records)}", unit="ms per step"
     )
+
+
+def _kind_of(part: str) -> str:
+    """Return the kind of work, one of DRAWN or `other`, of a part."""
+    for kind, names in DRAWN.items():
+        if part in names:
+            return kind
+    return "other"
 
 
 _ms = partial(ms_column, missing="")
@@ -309,10 +356,12 @@ PART_VIEW = View(
     ),
     pictures={"parts.png": draw_parts},
     findings=part_findings,
-    reading="Kernels by the part of the model in whose range the host launched them, forward or backward; without a "
-    "GPU, operators. Naive attention has scores (their scale and mask included), softmax and values, a fused one is "
-    "one part. Kernels in no range (a loss outside of the head, a gradient set to zero) are the rest.",
-    prediction="Every operator of an eager step, counted at torch's dispatcher: the longer of its FLOPs at the rate of "
-    "a matmul (or fused attention) of this model's size and its bytes at the rate of such operators (copies, "
-    "broadcasts, reductions, widening casts, norms), and an empty kernel; all measured alone in this run.",
+    reading="Kernels by the part of the model in whose range the host launched them, forward or "
+    "backward; without a GPU, operators. Naive attention has scores (their scale and mask "
+    "included), softmax and values, a fused one is one part. Kernels in no range (a loss outside "
+    "of the head, a gradient set to zero) are the rest.",
+    prediction="Every operator of an eager step, counted at torch's dispatcher: the longer of its "
+    "FLOPs at the rate of a matmul (or fused attention) of this model's size and its bytes at the "
+    "rate of such operators (copies, broadcasts, reductions, widening casts, norms), and an empty "
+    "kernel; all measured alone in this run.",
 )

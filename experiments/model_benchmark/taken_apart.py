@@ -18,14 +18,14 @@ from distlab.measure.trace.kernels import CATEGORIES, Profile, readable, summari
 from distlab.report import grouped, stacked_bars, text_column
 
 from .by_part import PART_VIEW, counted_parts, measured_parts, part_rows, rates, trace_ranges
-from .trials import Rows, TrialConfig, headline, ms_column, opened, prefix
+from .trials import Rows, TrialConfig, headline, label_of, ms_column, opened, prefix
 
 KERNELS, WORK = "model_kernels", "model_work"
 UNTIMED_STEPS, TRACED_STEPS = 3, 3
 
 
 def profile(context: RankContext, config: TrialConfig, folder: Path, slug: str) -> dict[str, Rows]:
-    """Write rank 0's traces; rows of kernels, of kinds of work and of parts."""
+    """Write rank 0's traces, and return the rows of kernels, of kinds of work and of parts."""
     counted = None
     if context.is_main:
         with opened(context, replace(config, compile="off", strategy="local")) as plain:
@@ -39,16 +39,17 @@ def profile(context: RankContext, config: TrialConfig, folder: Path, slug: str) 
         timer_ms = percentiles(steps_ms)["p50"]
         # Of so few steps the range is about the 95 % interval of their median.
         timer_noise_pct = max(100 * abs(ms / timer_ms - 1) for ms in steps_ms)
-        run = partial(_traced, context, trial, folder)
-        events = run(f"trace_{slug}", TRACED_STEPS), run(f"inference_{slug}", 1, "inference")
+        traced = partial(_traced, context, trial, folder)
+        training_events = traced(f"trace_{slug}", TRACED_STEPS)
+        inference_events = traced(f"inference_{slug}", 1, "inference")
         by_part = None
         if config.compile == "off":  # compiled code has no ranges inside
             with trace_ranges(trial):
-                by_part = run(f"parts_{slug}", 1)
+                by_part = traced(f"parts_{slug}", 1)
     rows = {}
     if counted is not None:
         predicted, matmuls, flops = counted
-        training, inference = (summarise(each) for each in events)
+        training, inference = summarise(training_events), summarise(inference_events)
         flops["inference"] = flops["forward"]
         # Forwards without gradients, whose phase is inference.
         forwards = tuple(replace(kernel, phase="inference") for kernel in inference.kernels)
@@ -67,7 +68,7 @@ def profile(context: RankContext, config: TrialConfig, folder: Path, slug: str) 
 def _traced(
     context: RankContext, trial: Trial, folder: Path, name: str, steps: int, mode: str = "step"
 ) -> list[Event]:
-    """The events of some steps on rank 0, whose trace is written; none on the others."""
+    """Trace some steps. Return the events on rank 0, whose trace is written, and [] on others."""
     phases = Phases()
 
     def step() -> None:
@@ -93,20 +94,19 @@ def _traced(
 
 
 def _kernel_rows(profiles: Mapping[str, Profile]) -> Rows:
-    return [
-        (
-            short_name(kernel.name),
-            {
+    """Return a row for each of the 8 kernels with the most time in each phase."""
+    rows = []
+    for phase, profile in profiles.items():
+        for kernel in profile.top(phase, 8):
+            metrics = {
                 "phase": phase,
                 "category": kernel.category,
                 "calls_per_step": kernel.count,
                 "kernel_ms": kernel.ms,
                 "of_kernel_time_pct": 100 * kernel.ms / profile.kernel_ms,
-            },
-        )
-        for phase, profile in profiles.items()
-        for kernel in profile.top(phase, 8)
-    ]
+            }
+            rows.append((short_name(kernel.name), metrics))
+    return rows
 
 
 def short_name(kernel: str) -> str:
@@ -133,6 +133,7 @@ def _work_rows(
     timer_noise_pct: float,
     flops: Mapping[str, Mapping[str, int]],
 ) -> Rows:
+    """Return a row for each kind of work that each phase has."""
     training, rows = profiles["forward"], []
     shared = {
         "profiler_step_ms": training.step_ms,
@@ -172,23 +173,22 @@ def draw_work(records: Records, path: Path) -> None:
     bars = dict.fromkeys((r.config["label"], r.metrics["phase"]) for r in records)
     if len({label for label, _ in bars}) > 1:
         bars = dict.fromkeys(bar for bar in bars if bar[1] in ("forward", "backward"))
-    known = {
-        (
-            r.config["label"],
-            r.metrics["phase"],
-            r.variant.removeprefix(prefix(r.config["label"])),
-        ): r.metrics
-        for r in records
-    }
-    shares = {"time": "of_kernel_time_pct", "FLOPs": "of_flops_pct"}
-    rows = [f"{prefix(label)}{phase}, {what}" for label, phase in bars for what in shares]
-    parts = {
-        kind: [
-            known.get((*bar, kind), {}).get(share, 0.0) for bar in bars for share in shares.values()
-        ]
-        for kind in CATEGORIES
-        if any((*bar, kind) in known for bar in bars)
-    }
+    known = {}  # (label, phase, kind of work) → metrics
+    for record in records:
+        label = label_of(record)
+        kind = record.variant.removeprefix(prefix(label))
+        known[label, record.metrics["phase"], kind] = record.metrics
+    rows = []
+    for label, phase in bars:
+        rows += [f"{prefix(label)}{phase}, time", f"{prefix(label)}{phase}, FLOPs"]
+    parts = {}
+    for kind in CATEGORIES:
+        shares = []
+        for label, phase in bars:
+            metrics = known.get((label, phase, kind), {})
+            shares += [metrics.get("of_kernel_time_pct", 0.0), metrics.get("of_flops_pct", 0.0)]
+        if any((label, phase, kind) in known for label, phase in bars):
+            parts[kind] = shares
     stacked_bars(
         path, rows, parts, title=f"Where time and arithmetic go: {headline(records)}", unit="%"
     )
@@ -197,15 +197,14 @@ def draw_work(records: Records, path: Path) -> None:
 def work_findings(records: Records) -> list[str]:
     """Compare the profiler's step with the timer's, and say if the timer's noise explains it."""
     lines = []
-    for label, rows in grouped(records, lambda r: r.config["label"]).items():
-        m, phases = (
-            rows[0].metrics,
-            {r.metrics["phase"]: r.metrics["phase_kernel_ms"] for r in rows},
-        )
+    for label, rows in grouped(records, label_of).items():
+        m = rows[0].metrics
+        ms_by_phase = {row.metrics["phase"]: row.metrics["phase_kernel_ms"] for row in rows}
+        phases = ", ".join(f"{phase} {ms:.2f}" for phase, ms in ms_by_phase.items())
         lines.append(
-            f"{prefix(label)}the profiler's step takes {m['profiler_step_ms']:.2f} ms and its kernels "
-            f"{m['profiler_kernel_ms']:.2f} ms ({', '.join(f'{phase} {ms:.2f}' for phase, ms in phases.items())}); "
-            f"the timer's step, without the profiler, {m['timer_step_ms']:.2f} ms ({m['profiler_error_pct']:+.1f} %)."
+            f"{prefix(label)}the profiler's step takes {m['profiler_step_ms']:.2f} ms and its "
+            f"kernels {m['profiler_kernel_ms']:.2f} ms ({phases}); the timer's step, without the "
+            f"profiler, {m['timer_step_ms']:.2f} ms ({m['profiler_error_pct']:+.1f} %)."
             f"{_what_the_profiler_costs(m)}"
         )
     return lines
@@ -220,8 +219,8 @@ def _what_the_profiler_costs(metrics: Mapping[str, Any]) -> str:
     if noise is None or abs(metrics["profiler_error_pct"]) > noise:
         return ""
     return (
-        f" Steps without the profiler differ by up to ± {noise:.1f} %, so this run cannot tell whether the profiler "
-        "slows them: try a machine that does nothing else."
+        f" Steps without the profiler differ by up to ± {noise:.1f} %, so this run cannot tell "
+        "whether the profiler slows them: try a machine that does nothing else."
     )
 
 
@@ -239,8 +238,8 @@ KERNEL_VIEW = View(
         _SHARE,
     ],
     headline=headline,
-    reading="Kernels of the GPU by the phase in which the host launched them; without a GPU, operators and nodes of "
-    "autograd.",
+    reading="Kernels of the GPU by the phase in which the host launched them; without a GPU, "
+    "operators and nodes of autograd.",
 )
 WORK_VIEW = View(
     name=WORK,
@@ -258,8 +257,9 @@ WORK_VIEW = View(
     headline=headline,
     pictures={"work.png": draw_work},
     findings=work_findings,
-    reading="Shares are of a phase. Inference is a forward without gradients, profiled alone. Kinds are determined by "
-    "the names of kernels and of the operators that launched them. FLOPs are counted in an "
-    "eager step at torch's dispatcher, matmuls and attention by formula, everything else per element. On a CPU torch "
-    "decomposes normalisation into simple operations, and its backward counts as element-wise.",
+    reading="Shares are of a phase. Inference is a forward without gradients, profiled alone. "
+    "Kinds are determined by the names of kernels and of the operators that launched them. FLOPs "
+    "are counted in an eager step at torch's dispatcher, matmuls and attention by formula, "
+    "everything else per element. On a CPU torch decomposes normalisation into simple operations, "
+    "and its backward counts as element-wise.",
 )

@@ -12,7 +12,7 @@ from distlab.bench.reference import relative_errors
 from distlab.bench.task import OwnModel
 from distlab.bench.trial import MODES, Trial
 from distlab.bench.variant import BenchOptions, Variant
-from distlab.experiment import Column, Metrics, Options, RankContext, Records, option
+from distlab.experiment import Column, Metrics, Options, RankContext, Record, Records, option
 from distlab.measure import MIN_SAMPLES, emitter
 from distlab.options import SEED, declared_options
 from distlab.parallel import STRATEGIES, check_buckets, get_strategy
@@ -41,7 +41,7 @@ SWEPT = (
 
 
 def _swept(name: str) -> tuple[str, Any, Any]:
-    """A trial's option as one that takes several values: name, type and field."""
+    """Return a trial's option as one that takes several values: name, type and field."""
     one = next(each for each in declared_options(TrialConfig) if each.name == name)
     swept = option(
         (one.default,),
@@ -88,7 +88,8 @@ class BenchmarkConfig(OwnModel, Swept):
         self.trials()
         if self.factory is not None and self.saved:
             raise ValueError(
-                "--saved takes the lab's Transformer apart block by block; with --model leave it out"
+                "--saved takes the lab's Transformer apart block by block; with --model leave it "
+                "out"
             )
         if self.nvtx:
             emitter("nvtx")  # refuses where there is no GPU
@@ -100,10 +101,18 @@ class BenchmarkConfig(OwnModel, Swept):
         check_buckets(given, given.get("strategy", cls.strategy))
 
     def trials(self) -> list[TrialConfig]:
-        """All combinations; modes and warm-ups share a trial."""
-        choices = itertools.product(*(getattr(self, name) for name in SWEPT))
-        rest = {"bucket_size_mb": self.bucket_size_mb, "seed": self.seed, "factory": self.factory}
-        return [TrialConfig(**dict(zip(SWEPT, choice, strict=True)), **rest) for choice in choices]
+        """Return all combinations. Modes and warm-ups share a trial."""
+        trials = []
+        for choice in itertools.product(*(getattr(self, name) for name in SWEPT)):
+            trials.append(
+                TrialConfig(
+                    **dict(zip(SWEPT, choice, strict=True)),
+                    bucket_size_mb=self.bucket_size_mb,
+                    seed=self.seed,
+                    factory=self.factory,
+                )
+            )
+        return trials
 
     def label(self, trial: TrialConfig) -> str:
         """Return this trial's values of the options that have several values."""
@@ -122,10 +131,10 @@ def opened(context: RankContext, config: TrialConfig) -> Iterator[Trial]:
         with closing(Trial(context, config, variant, scaled=config.dtype == "fp16")) as trial:
             yield trial
     finally:
-        # the next trial is compiled as in a process of its own: its shapes are other ones
+        # The next trial, with other shapes, must be compiled as in a process of its own.
         if config.compile != "off":
             torch.compiler.reset()
-        torch.cuda.empty_cache()  # for whoever shares the GPU; nothing where there is none
+        torch.cuda.empty_cache()  # for other processes on the GPU; does nothing without one
 
 
 def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[str, float]:
@@ -139,9 +148,9 @@ def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[
     Returns:
         The result of `relative_errors`.
     """
-    # which changes no value
-    keeps = "block" if config.checkpointing == "auto" else config.checkpointing
-    ours = replace(config, strategy="local", checkpointing=keeps)
+    # Checkpointing changes no value, so any choice stands for "auto".
+    checkpointing = "block" if config.checkpointing == "auto" else config.checkpointing
+    ours = replace(config, strategy="local", checkpointing=checkpointing)
     plain = replace(
         ours, attention="naive", ops="torch", dtype="fp32", compile="off", checkpointing="block"
     )
@@ -156,7 +165,7 @@ def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[
     )
 
 
-# -- in words ------------------------------------------------------------------------------------------------
+# -- in words --------------------------------------------------------------------------------------
 
 
 def described(configs: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> str:
@@ -185,13 +194,18 @@ def described(configs: Sequence[Mapping[str, Any]], environment: Mapping[str, An
         if name in shared
     ]
     parts = [f"{shared.get('size', 'several sizes')}{count}", *texts]
-    where = f"{shared.get('world_size', 1)} × {environment['device_name']}, torch {environment['torch']}"
-    return f"{', '.join(parts)}; {where}"
+    devices = f"{shared.get('world_size', 1)} × {environment['device_name']}"
+    return f"{', '.join(parts)}; {devices}, torch {environment['torch']}"
 
 
 def headline(records: Records) -> str:
-    """One line that says what the table below it was measured on."""
+    """Return one line that says what the table below it was measured on."""
     return described([record.config for record in records], records[0].environment)
+
+
+def label_of(record: Record) -> str:
+    """Return the label of the combination that a row belongs to."""
+    return record.config["label"]
 
 
 def prefix(label: str) -> str:
@@ -199,11 +213,11 @@ def prefix(label: str) -> str:
     return f"{label}: " if label else ""
 
 
-def ms_column(metric: str, title: str, **more: Any) -> Column:
-    """A column of milliseconds."""
-    return Column(f"metrics.{metric}", title, ".2f", **more)
+def ms_column(metric: str, title: str, missing: str = Column.missing) -> Column:
+    """Return a column of milliseconds."""
+    return Column(f"metrics.{metric}", title, ".2f", missing=missing)
 
 
 def mib_column(metric: str, title: str) -> Column:
-    """A column of MiB, from bytes."""
+    """Return a column of MiB, from bytes."""
     return Column(f"metrics.{metric}", title, ",.1f", scale=2**-20)

@@ -28,6 +28,7 @@ from distlab.experiment import (
     Experiment,
     Options,
     RankContext,
+    Record,
     Records,
     Run,
     View,
@@ -45,6 +46,7 @@ RECORDS = ROOT / "records"
 
 
 def _case(text: str) -> tuple[str, int]:
+    """Parse PRESET:BATCH."""
     size, _, batch = text.partition(":")
     if not batch.isdigit() or size not in MODELS or int(batch) < 1:
         known = ", ".join(MODELS)
@@ -77,12 +79,10 @@ class PredictConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        steps = any((self.calibrate, self.models, self.predictions, self.compare))
-        if (
-            steps
-            and not (self.compare and self.predictions)
-            and not (self.calibrate and self.models)
-        ):
+        of_steps = any((self.calibrate, self.models, self.predictions, self.compare))
+        compares = self.compare and self.predictions
+        predicts = self.calibrate and self.models
+        if of_steps and not compares and not predicts:
             raise ValueError("give --calibrate and --models, or --compare and --predictions")
 
     @classmethod
@@ -112,14 +112,26 @@ def measure(config: PredictConfig, context: RankContext, run: Run) -> None:
     else:
         add_published(run)
     if config.compare:
-        measured = [record for path in config.compare for record in read_json(path)]
+        measured: list[Record] = []
+        for path in config.compare:
+            measured += read_json(path)
         with reading(list(filter(None, [config.predictions, *config.compare]))):
             run.part(COMPARISON).records[:] = compare(run.records, measured)
 
 
 def sizes(records: Records) -> str:
-    """The models of some rows."""
+    """Return the models of some rows."""
     return ", ".join(dict.fromkeys(record.config["size"] for record in records))
+
+
+def gpus_of(record: Record) -> int:
+    """Return the number of GPUs of a row of ddp_bench, which calls them ranks."""
+    return record.config["world_size"]
+
+
+def worst_step_error(records: Records) -> float:
+    """Return the largest error of a step, in %."""
+    return max(abs(record.metrics["step_error_pct"]) for record in records)
 
 
 of_published = headline_from(
@@ -128,9 +140,22 @@ of_published = headline_from(
 of_steps = headline_from(
     "Predicted: {sizes}, context {context}, {dtype}; constants from {calibrated_on}", sizes=sizes
 )
+
+
+def headline(records: Records) -> str:
+    """Return the headline of steps of ddp_bench, or of published runs."""
+    return of_steps(records) if "size" in records[0].config else of_published(records)
+
+
+def predicted_column(name: str, title: str, form: str) -> Column:
+    """Return a column that only steps of ddp_bench, or only published runs, have."""
+    return sparse_column(f"metrics.{name}", title, form, optional=True)
+
+
 FIT = (
-    "Each strategy's own code runs on fake tensors; five constants of the machine, fitted to one record of ddp_bench, "
-    "put times to what it did. Peaks are the closed form of distlab.theory.memory."
+    "Each strategy's own code runs on fake tensors; five constants of the machine, fitted to one "
+    "record of ddp_bench, put times to what it did. Peaks are the closed form of "
+    "distlab.theory.memory."
 )
 CASE = (
     text_column("config.size", "model", optional=True),
@@ -139,75 +164,59 @@ CASE = (
 VIEW = View(
     columns=[
         *CASE,
-        Column("config.gpus", "GPUs", derived=lambda record: record.config["world_size"]),
+        Column("config.gpus", "GPUs", derived=gpus_of),
         Column("variant", "run"),
         sparse_column("metrics.predicted_step_ms", "step ms", ",.0f"),
-        *(
-            sparse_column(f"metrics.{name}", title, form, optional=True)
-            for name, title, form in (
-                ("published_step_ms", "published step ms", ",.0f"),
-                ("step_ms_error_pct", "step error %", "+.1f"),
-                ("predicted_tokens_per_s_per_gpu", "tokens/s/GPU", ",.0f"),
-                ("published_tokens_per_s_per_gpu", "published tokens/s/GPU", ",.0f"),
-                ("predicted_memory_gib", "memory GiB", ",.1f"),
-                ("published_memory_gib", "published memory GiB", ",.1f"),
-                ("memory_gib_error_pct", "memory error %", "+.1f"),
-                ("predicted_states_gb", "states GB", ",.1f"),
-                ("published_states_gb", "published states GB", ",.1f"),
-            )
-        ),
+        predicted_column("published_step_ms", "published step ms", ",.0f"),
+        predicted_column("step_ms_error_pct", "step error %", "+.1f"),
+        predicted_column("predicted_tokens_per_s_per_gpu", "tokens/s/GPU", ",.0f"),
+        predicted_column("published_tokens_per_s_per_gpu", "published tokens/s/GPU", ",.0f"),
+        predicted_column("predicted_memory_gib", "memory GiB", ",.1f"),
+        predicted_column("published_memory_gib", "published memory GiB", ",.1f"),
+        predicted_column("memory_gib_error_pct", "memory error %", "+.1f"),
+        predicted_column("predicted_states_gb", "states GB", ",.1f"),
+        predicted_column("published_states_gb", "published states GB", ",.1f"),
         text_column("config.memory_is", "memory is", optional=True),
         gib_column(
             "metrics.predicted_reserved_bytes", "reserved GiB", ",.1f", missing="", optional=True
         ),
-        *(
-            sparse_column(f"metrics.predicted_{name}", title, form, optional=True)
-            for name, title, form in (
-                ("overhead_ms", "overhead ms", ",.1f"),
-                ("comm_ms", "comm ms", ",.1f"),
-                ("overlap_pct", "overlap %", ".0f"),
-                ("collectives_per_step", "calls", "d"),
-                ("mfu_pct", "MFU %", ".0f"),
-            )
-        ),
+        predicted_column("predicted_overhead_ms", "overhead ms", ",.1f"),
+        predicted_column("predicted_comm_ms", "comm ms", ",.1f"),
+        predicted_column("predicted_overlap_pct", "overlap %", ".0f"),
+        predicted_column("predicted_collectives_per_step", "calls", "d"),
+        predicted_column("predicted_mfu_pct", "MFU %", ".0f"),
         Column(
             "metrics.predicted_comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6, optional=True
         ),
         gib_column("metrics.predicted_peak_alloc_bytes", "peak GiB", ".1f", optional=True),
-        *(
-            text_column(f"config.{name}", name, optional=True)
-            for name in ("source", "known", "assumed")
-        ),
+        text_column("config.source", "source", optional=True),
+        text_column("config.known", "known", optional=True),
+        text_column("config.assumed", "assumed", optional=True),
     ],
-    headline=lambda records: (of_steps if "size" in records[0].config else of_published)(records),
+    headline=headline,
     terminal=(
-        *(
-            "size",
-            "batch",
-            "gpus",
-            "predicted_step_ms",
-            "step_ms_error_pct",
-            "predicted_tokens_per_s_per_gpu",
-        ),
-        *(
-            "predicted_memory_gib",
-            "memory_gib_error_pct",
-            "predicted_reserved_bytes",
-            "predicted_overhead_ms",
-        ),
-        *(
-            "predicted_collectives_per_step",
-            "predicted_comm_bytes_per_step",
-            "predicted_peak_alloc_bytes",
-        ),
+        "size",
+        "batch",
+        "gpus",
+        "predicted_step_ms",
+        "step_ms_error_pct",
+        "predicted_tokens_per_s_per_gpu",
+        "predicted_memory_gib",
+        "memory_gib_error_pct",
+        "predicted_reserved_bytes",
+        "predicted_overhead_ms",
+        "predicted_collectives_per_step",
+        "predicted_comm_bytes_per_step",
+        "predicted_peak_alloc_bytes",
     ),
     findings=findings,
-    reading="A row per run. Of published ones `allocated` is the peak of tensors; `reserved` what torch's allocator "
-    "holds, the larger. Errors are predicted over published. Steps of ddp_bench are written down before the "
-    "measurement; --compare adds the measured values.",
-    prediction="Published runs: operators, collectives and memory in closed form; constants from one-host records and "
-    "datasheets. Steps: " + FIT,
-    noise="Nothing was measured here. Published rows of one configuration differ by up to 9 % among themselves.",
+    reading="A row per run. Of published ones `allocated` is the peak of tensors; `reserved` what "
+    "torch's allocator holds, the larger. Errors are predicted over published. Steps of ddp_bench "
+    "are written down before the measurement; --compare adds the measured values.",
+    prediction="Published runs: operators, collectives and memory in closed form; constants from "
+    "one-host records and datasheets. Steps: " + FIT,
+    noise="Nothing was measured here. Published rows of one configuration differ by up to 9 % "
+    "among themselves.",
 )
 COMPARISON_VIEW = View(
     name=COMPARISON,
@@ -226,17 +235,23 @@ COMPARISON_VIEW = View(
         text_column("metrics.volume_as_predicted", "calls and bytes as predicted"),
     ],
     headline=headline_from(
-        "Predicted and measured: {sizes} on {device_name}; largest error of a step {worst:.1f} %; constants from "
-        "{calibrated_on}",
+        "Predicted and measured: {sizes} on {device_name}; largest error of a step {worst:.1f} %; "
+        "constants from {calibrated_on}",
         sizes=sizes,
-        worst=lambda records: max(abs(record.metrics["step_error_pct"]) for record in records),
+        worst=worst_step_error,
     ),
     terminal=(
-        *("size", "batch", "world_size", "variant"),
-        *("predicted_step_ms", "measured_step_p50_ms", "step_error_pct"),
+        "size",
+        "batch",
+        "world_size",
+        "variant",
+        "predicted_step_ms",
+        "measured_step_p50_ms",
+        "step_error_pct",
     ),
-    reading="The record that the constants were fitted to is among the rows, so its own errors say little; all other "
-    "rows were predicted without having been measured. Calls and bytes must agree exactly.",
+    reading="The record that the constants were fitted to is among the rows, so its own errors say "
+    "little; all other rows were predicted without having been measured. Calls and bytes must "
+    "agree exactly.",
     prediction=FIT,
     noise="The noise of the measured rows is in their own records.",
 )

@@ -8,16 +8,19 @@ from distlab.model import preset
 from distlab.report import read_json
 from distlab.simulate.case import Case, from_json, predict, shortage
 from distlab.theory.memory.peak import zero_paper_bytes
-from experiments.predict.cases import OWN, PUBLISHED, ZERO_TABLE
+from experiments.predict.known_runs import OWN, PUBLISHED, ZERO_TABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
 TIME_BAR, MEMORY_BAR = 15.0, 10.0  # per cent
-HOST = "Host-bound: its messages take 16 ms, and NCCL's kernels were active for 90, waiting for the last process"
+HOST = (
+    "Host-bound: its messages take 16 ms, and NCCL's kernels were active for 90, waiting for the "
+    "last process"
+)
 
 
 def add_published(run: Run) -> None:
-    """A row per published run and per one of our own records."""
+    """Add a row per published run and per row of our own records."""
     for known in PUBLISHED:
         add(run, from_json(known))
     for stage, gigabytes in ZERO_TABLE.items():
@@ -37,8 +40,9 @@ def add_published(run: Run) -> None:
 
 
 def add(run: Run, case: Case) -> None:
-    """Return a row: the prediction of a case, and the published figures."""
-    found, published = predict(case), dict(case.published or {})
+    """Add a row: the prediction of a case, and the published figures."""
+    found = predict(case)
+    published = dict(case.published or {})
     kind = published.pop("memory_is", "allocated")
     if "tokens_per_s_per_gpu" in published:
         published["step_ms"] = 1e3 * case.tokens / published["tokens_per_s_per_gpu"]
@@ -55,8 +59,16 @@ def add(run: Run, case: Case) -> None:
         "predicted_mfu_pct": None if found.mfu is None else 100 * found.mfu,
         "shortage": shortage(case),
     }
-    own = {name: getattr(case, name) for name in ("source", "known", "assumed", "why")}
-    run.add(case.name, _compared(metrics, published), memory_is=kind, gpus=case.cluster.gpus, **own)
+    run.add(
+        case.name,
+        _compared(metrics, published),
+        memory_is=kind,
+        gpus=case.cluster.gpus,
+        source=case.source,
+        known=case.known,
+        assumed=case.assumed,
+        why=case.why,
+    )
 
 
 def _compared(metrics: Metrics, published: Mapping[str, float]) -> Metrics:
@@ -68,7 +80,7 @@ def _compared(metrics: Metrics, published: Mapping[str, float]) -> Metrics:
 
 
 def _own() -> Iterator[Case]:
-    """Rows of this lab's records."""
+    """Yield the rows of this lab's records as cases."""
     for name, variants in OWN:
         for record in read_json(ROOT / "records" / name):
             facts = record.config
@@ -89,7 +101,8 @@ def _own() -> Iterator[Case]:
                     "batch": facts["batch"],
                     "published": published,
                     "source": f"records/{name}",
-                    "known": f"{facts['batch']} × {shape['context_length']} tokens per GPU, bf16, eager",
+                    "known": f"{facts['batch']} × {shape['context_length']} tokens per GPU, bf16, "
+                    "eager",
                     "why": HOST if size == "medium" else "",
                 }
             )
@@ -98,28 +111,26 @@ def _own() -> Iterator[Case]:
 def findings(records: Records) -> list[str]:
     """Count the points within the bars, and name each that is not, with its reason."""
     lines = []
-    for metric, bar, unit in (
-        ("step_ms", TIME_BAR, "step times"),
-        ("memory_gib", MEMORY_BAR, "peaks of memory"),
-    ):
-        errors = {
-            r.variant: r.metrics[f"{metric}_error_pct"]
-            for r in records
-            if f"{metric}_error_pct" in r.metrics
-        }
+    bars = (
+        ("step_ms_error_pct", TIME_BAR, "step times"),
+        ("memory_gib_error_pct", MEMORY_BAR, "peaks of memory"),
+    )
+    for name, bar, unit in bars:
+        errors = [record.metrics[name] for record in records if name in record.metrics]
         if errors:
-            inside = sum(abs(error) <= bar for error in errors.values())
+            inside = sum(abs(error) <= bar for error in errors)
             lines.append(f"{inside} of {len(errors)} {unit} within {bar:g} %.")
     for record in records:
-        missed = [
-            f"{metric.split('_')[0]} {record.metrics[f'{metric}_error_pct']:+.0f} %"
-            for metric, bar in (("step_ms", TIME_BAR), ("memory_gib", MEMORY_BAR))
-            if abs(record.metrics.get(f"{metric}_error_pct", 0.0)) > bar
-        ]
+        missed = []
+        step_error = record.metrics.get("step_ms_error_pct", 0.0)
+        if abs(step_error) > TIME_BAR:
+            missed.append(f"step {step_error:+.0f} %")
+        memory_error = record.metrics.get("memory_gib_error_pct", 0.0)
+        if abs(memory_error) > MEMORY_BAR:
+            missed.append(f"memory {memory_error:+.0f} %")
         if missed:
-            lines.append(
-                f"{record.variant}: {', '.join(missed)}. {record.config.get('why') or 'Not explained.'}"
-            )
+            why = record.config.get("why") or "Not explained."
+            lines.append(f"{record.variant}: {', '.join(missed)}. {why}")
         if record.metrics.get("shortage"):
             lines.append(f"{record.metrics['shortage']}.")
     return lines

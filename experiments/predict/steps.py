@@ -31,7 +31,7 @@ ROWS = {
 
 
 def add_steps(config: Any, run: Run) -> None:
-    """A row per case, number of ranks and row of ddp_bench, of the experiment's options."""
+    """Add a row per case, number of ranks and row of ddp_bench, as in the options."""
     run.progress(f"calibrating on {config.calibrate}")
     files = [config.calibrate] + ([config.memory] if config.memory else [])
     with reading(files):
@@ -49,7 +49,11 @@ def add_steps(config: Any, run: Run) -> None:
 
 
 def fit(path: str, memory: str | None = None) -> tuple[Machine, dict]:
-    """The machine's constants from a record, and its settings; `memory` as in the options.
+    """Return the machine's constants from a record, and the settings of that record.
+
+    Args:
+        path: record of ddp_bench.
+        memory: record with local of another model, from which the memory's bandwidth comes.
 
     Raises:
         ValueError, OSError: the record cannot be read or lacks a row.
@@ -70,13 +74,13 @@ def fit(path: str, memory: str | None = None) -> tuple[Machine, dict]:
 
 
 def _simulated(settings: dict, strategy: str) -> SimulatedStep:
-    """The step that ddp_bench measured with these settings."""
+    """Simulate the step that ddp_bench measured with these settings."""
     options = ModelOptions.of(settings)
     ranks, keeps = settings["world_size"], options.checkpointing
     if options.compile != "off" or keeps == "auto":
         raise ValueError(
-            f"a record of compile={options.compile!r}, checkpointing={keeps!r} cannot be simulated: give one of an "
-            "eager model that says what it recomputes"
+            f"a record of compile={options.compile!r}, checkpointing={keeps!r} cannot be "
+            "simulated: give one of an eager model that says what it recomputes"
         )
     return simulate_training(
         options.model(),
@@ -91,7 +95,7 @@ def _simulated(settings: dict, strategy: str) -> SimulatedStep:
 def predict(
     model: ModelConfig, row: str, batch: int, ranks: int, dtype: str, calibration: Machine
 ) -> dict[str, float | int | None]:
-    """The metrics of one row of ddp_bench."""
+    """Return the predicted metrics of one row of ddp_bench."""
     strategy, bucket_size_mb = ROWS[row]
     step = simulate_training(
         model,
@@ -102,6 +106,7 @@ def predict(
         bucket_size_mb=bucket_size_mb or 25.0,
     )
     line = replay(step, calibration)
+    memory = PlannedStep(model, batch, strategy, dtype).memory(ranks)
     return {
         "predicted_step_ms": line.step_ms,
         "predicted_overhead_ms": line.overhead_ms,
@@ -109,10 +114,13 @@ def predict(
         "predicted_overlap_pct": line.overlap_pct,
         "predicted_collectives_per_step": len(step.calls),
         "predicted_comm_bytes_per_step": step.comm_bytes,
-        "predicted_peak_alloc_bytes": PlannedStep(model, batch, strategy, dtype)
-        .memory(ranks)
-        .peak.total,
+        "predicted_peak_alloc_bytes": memory.peak.total,
     }
+
+
+def _case_of(record: Record) -> tuple[Any, ...]:
+    """Return the settings of a row, without its strategy."""
+    return tuple(record.config.get(name) for name in CASE)
 
 
 COMPARISON = "prediction"
@@ -132,15 +140,18 @@ def compare(predictions: Records, measured: Records) -> list[Record]:
     Raises:
         ValueError: nothing of what was measured had been predicted.
     """
-    known = {(*(r.config[name] for name in CASE), r.variant): r for r in predictions}
+    known = {(*_case_of(record), record.variant): record for record in predictions}
     records = []
     for row in measured:
-        case, bucket = [row.config.get(name) for name in CASE], row.config.get("bucket_size_mb")
-        name = row.variant if bucket is None or "-" in row.variant else f"{row.variant}-{bucket:g}"
-        predicted, local = (known.get((*case, variant)) for variant in (name, "local"))
+        name = row.variant
+        bucket = row.config.get("bucket_size_mb")
+        if bucket is not None and "-" not in name:
+            name = f"{name}-{bucket:g}"
+        predicted = known.get((*_case_of(row), name))
+        local = known.get((*_case_of(row), "local"))
         if predicted is None or not is_number(row.metrics.get("step_p50_ms")):
             continue
-        # of other dimensions
+        # A row with other dimensions than its preset's was not predicted.
         if row.config.get("num_parameters") != preset(row.config["size"]).num_parameters:
             continue
         metrics = {
@@ -154,12 +165,14 @@ def compare(predictions: Records, measured: Records) -> list[Record]:
         metrics |= {f"measured_{name}": row.metrics.get(name) for name in COMPARED}
         step, peak = row.metrics["step_p50_ms"], row.metrics.get("peak_alloc_bytes")
         metrics["step_error_pct"] = 100 * (metrics["predicted_step_ms"] / step - 1)
-        metrics["peak_error_pct"] = (
-            100 * (metrics["predicted_peak_alloc_bytes"] / peak - 1) if peak else None
-        )
-        volume = ("collectives_per_step", "comm_bytes_per_step")
-        metrics["volume_as_predicted"] = all(
-            metrics[f"predicted_{n}"] == row.metrics.get(n) for n in volume
+        metrics["peak_error_pct"] = None
+        if peak:
+            metrics["peak_error_pct"] = 100 * (metrics["predicted_peak_alloc_bytes"] / peak - 1)
+        calls = row.metrics.get("collectives_per_step")
+        sent = row.metrics.get("comm_bytes_per_step")
+        metrics["volume_as_predicted"] = (
+            metrics["predicted_collectives_per_step"] == calls
+            and metrics["predicted_comm_bytes_per_step"] == sent
         )
         config = {name: row.config[name] for name in CASE}
         config["calibrated_on"] = predicted.config["calibrated_on"]

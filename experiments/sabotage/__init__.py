@@ -66,7 +66,7 @@ class SabotageConfig(Options):
 
 
 def measure(config: SabotageConfig, context: RankContext, run: Run) -> None:
-    """A row per mistake.
+    """Add a row per mistake.
 
     Each starts ranks of its own, since a mistake may hang or crash those it runs on.
     """
@@ -104,7 +104,9 @@ def measure(config: SabotageConfig, context: RankContext, run: Run) -> None:
 
 
 def attention_difference(attention: Attention) -> float:
-    """Largest |Δ| of output and gradients against naive attention in float64; inf for NaN.
+    """Return the largest |Δ| of output and gradients against naive attention in float64.
+
+    It is inf for NaN.
 
     The scores are large (up to a few hundred), as a softmax must survive them.
     """
@@ -122,7 +124,7 @@ def attention_difference(attention: Attention) -> float:
 
 
 def volume_difference(context: RankContext, mistake: Mistake) -> tuple[int, int]:
-    """Collectives and bytes of one step beyond the closed form of what the strategy must send."""
+    """Return the collectives and bytes of one step beyond the closed form of the strategy's."""
     task = mistake.trained
     train = _train_step(context, mistake, torch.optim.SGD, 0.1)
     train(task.batches(context.rank, 0, context.device))
@@ -153,6 +155,7 @@ def pairs_of_busiest(context: RankContext, mistake: Mistake) -> tuple[int, int]:
 def _train_step(
     context: RankContext, mistake: Mistake, optimizer_cls: type[torch.optim.Optimizer], rate: float
 ) -> TrainStep:
+    """Return the step of the model that the mistake trains."""
     task = mistake.trained
     module = task.build(context.rank, context.device)
     built = build_training(
@@ -168,7 +171,7 @@ def _train_step(
 
 
 def loss_curve(context: RankContext, mistake: Mistake, steps: int) -> list[float]:
-    """The mean loss over ranks of every step."""
+    """Return the mean loss over ranks of every step."""
     train = _train_step(context, mistake, *mistake.learner)
     train.max_grad_norm = mistake.max_grad_norm
     task, axes = mistake.trained, mistake.layout.axes(context.group)
@@ -180,7 +183,10 @@ def loss_curve(context: RankContext, mistake: Mistake, steps: int) -> list[float
 
 
 def examine(context: RankContext, name: str, broken: bool, check_steps: int, steps: int) -> Metrics:
-    """All checks and the curve of one run, with the mistake or without; call it on every rank."""
+    """Return all checks and the curve of one run, with the mistake or without.
+
+    Call it on every rank.
+    """
     mistake = MISTAKES[name] if broken else MISTAKES[name].mended()
     variant = Variant(name, mistake.strategy, BUCKET_MB, layout=mistake.layout)
     with patch.object(*mistake.replaced) if mistake.replaced else nullcontext():
@@ -192,10 +198,10 @@ def examine(context: RankContext, name: str, broken: bool, check_steps: int, ste
             candidate=mistake.trained,
             max_grad_norm=mistake.max_grad_norm,
         )
-        # `ddp_bench --layouts` holds what a layout sends against its closed form.
-        calls, size = (
-            volume_difference(context, mistake) if mistake.layout.ranks == 1 else (None, None)
-        )
+        # For other layouts, `ddp_bench --layouts` compares the volume with its closed form.
+        calls, size = None, None
+        if mistake.layout.ranks == 1:
+            calls, size = volume_difference(context, mistake)
         losses = loss_curve(context, mistake, steps)
         pairs, even_pairs = pairs_of_busiest(context, mistake)
     return {
@@ -215,7 +221,7 @@ def examine_both(context: RankContext, name: str, check_steps: int, steps: int) 
 
 
 def caught_by(metrics: Metrics) -> list[str]:
-    """The checks that say no."""
+    """Return the checks that fail."""
     if "error" in metrics:
         return [ERROR]
     failed = {
@@ -228,33 +234,34 @@ def caught_by(metrics: Metrics) -> list[str]:
 
 
 def _end(losses: Sequence[float]) -> float:
-    """The mean of the last tenth, which is less noise than the last loss."""
+    """Return the mean of the last tenth, which is less noisy than the last loss."""
     last = losses[-max(1, len(losses) // 10) :]
     return sum(last) / len(last)
 
 
 def wrong_rows(records: Records) -> list[str]:
     """Name mistakes that pass, and healthy runs that do not."""
-    found = [
-        f"{r.variant}: not caught by {r.config['check']}"
-        for r in records
-        if not r.metrics["caught"]
-    ]
-    return found + [
-        f"{r.variant}: its healthy counterpart is refused"
-        for r in records
-        if not r.metrics["healthy_passes"]
-    ]
+    passed = [record for record in records if not record.metrics["caught"]]
+    refused = [record for record in records if not record.metrics["healthy_passes"]]
+    found = [f"{record.variant}: not caught by {record.config['check']}" for record in passed]
+    found += [f"{record.variant}: its healthy counterpart is refused" for record in refused]
+    return found
 
 
 def result(records: Records) -> str:
     """Return how many mistakes were caught, for the list of runs."""
-    return f"{sum(record.metrics.get('caught') is True for record in records)} of {len(records)} caught"
+    return f"{caught_in(records)} of {len(records)} caught"
+
+
+def caught_in(records: Records) -> int:
+    """Return the number of mistakes that were caught."""
+    return sum(record.metrics.get("caught") is True for record in records)
 
 
 headline = headline_from(
-    "{caught} of {mistakes} mistakes caught; {steps} steps on {world_size} gloo ranks of {device_name}, torch {torch}",
-    caught=lambda records: sum(record.metrics["caught"] for record in records),
+    "{caught} of {mistakes} mistakes caught; {steps} steps on {world_size} gloo ranks of "
+    "{device_name}, torch {torch}",
+    caught=caught_in,
     mistakes=len,
 )
 
@@ -305,12 +312,12 @@ VIEW = View(
     result=result,
     terminal=("variant", "caught_by", "symptom"),
     pictures={"loss.png": draw},
-    reading="Every mistake is injected alone, into a run that is otherwise healthy and whose healthy counterpart must "
-    "pass all checks. A loss curve that looks right proves nothing: with several mistakes training continues, but "
-    "worse, or only "
-    "fails at another scale.",
-    noise="At two ranks the strategies equal one process bit for bit, so any difference of a parameter is a mistake; "
-    f"layouts, in fp64, may differ by {PARAMETER_TOLERANCE:g}, attention from float64 by {ATTENTION_TOLERANCE:g}.",
+    reading="Every mistake is injected alone, into a run that is otherwise healthy and whose "
+    "healthy counterpart must pass all checks. A loss curve that looks right proves nothing: with "
+    "several mistakes training continues, but worse, or only fails at another scale.",
+    noise="At two ranks the strategies equal one process bit for bit, so any difference of a "
+    f"parameter is a mistake; layouts, in fp64, may differ by {PARAMETER_TOLERANCE:g}, attention "
+    f"from float64 by {ATTENTION_TOLERANCE:g}.",
 )
 EXPERIMENT = Experiment(
     SabotageConfig,

@@ -7,6 +7,7 @@ ranks share a model replace a function of the layout or of the pipeline while th
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -34,13 +35,17 @@ from distlab.parallel.regions import Share
 from distlab.parallel.schedules import Action, gpipe, zero_bubble
 from kernels.flash_attention import FlashAttention2PyTorch, ops, tiled
 
-# -- data parallelism ------------------------------------------------------------------------------------------
+# -- data parallelism ------------------------------------------------------------------------------
 
 
-def without_broadcast(module: nn.Module, **options: Any) -> FlatDDP:
-    """Ranks keep the weights that each has drawn for itself."""
-    with patch.object(collectives, "broadcast_all", lambda tensors, group: None):
-        return FlatDDP(module, **options)
+def without_broadcast(module: nn.Module, process_group: ProcessGroup | None) -> FlatDDP:
+    """Return a strategy whose ranks keep the weights that each has drawn for itself."""
+    with patch.object(collectives, "broadcast_all", _broadcasts_nothing):
+        return FlatDDP(module, process_group=process_group)
+
+
+def _broadcasts_nothing(tensors: Sequence[Tensor], group: ProcessGroup | None) -> None:
+    """Stand in for `collectives.broadcast_all`."""
 
 
 class SumInsteadOfMean(FlatDDP):
@@ -70,12 +75,14 @@ class LastBucketStays(BucketedDDP):
 
 
 class _NothingToWaitFor:
+    """Handle of a collective that was never started."""
+
     def wait(self) -> None:
         pass
 
 
 class ReducesTheParameter(NaiveDDP):
-    """The hook averages `parameter` where it should average `parameter.grad`."""
+    """Strategy that averages `parameter` where it should average `parameter.grad`."""
 
     def _synchronize(self) -> None:
         for parameter in self.trainable:
@@ -83,10 +90,10 @@ class ReducesTheParameter(NaiveDDP):
 
 
 class NeverWaits(OverlapDDP):
-    """Asynchronous all-reduces whose `wait()` was forgotten.
+    """Strategy with asynchronous all-reduces whose `wait()` was forgotten.
 
-    In reality a race, lost now and then. Here it is always lost: the means land in the gradients
-    only when the next step begins, long after the optimizer has read them.
+    In a real run this is a race that is lost now and then. Here it is always lost: the means reach
+    the gradients only when the next step begins, long after the optimizer has read them.
     """
 
     _late: tuple[tuple[Tensor, Any], ...] = ()
@@ -112,7 +119,7 @@ class NeverWaits(OverlapDDP):
 
 
 class SumsTiedTwice(NaiveDDP):
-    """Sum over names, of which a tied weight has two, but a division over parameters."""
+    """Strategy that sums per name, of which a tied weight has two, but divides per parameter."""
 
     def _synchronize(self) -> None:
         for _, parameter in self.module.named_parameters(remove_duplicate=False):
@@ -122,7 +129,7 @@ class SumsTiedTwice(NaiveDDP):
 
 
 class HookOrder(OverlapDDP):
-    """Gradients sent in the order in which hooks fire.
+    """Strategy that sends gradients in the order in which hooks fire.
 
     The order differs between ranks that use different layers.
     """
@@ -133,19 +140,22 @@ class HookOrder(OverlapDDP):
 
 
 class KeepsItsShard(ShardedOptimizer):
-    """Optimizer of which each rank updates its parameters, and sends none."""
+    """Optimizer by which each rank updates its own parameters, and sends none."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        with patch.object(
-            collectives, "broadcast_coalesced", lambda owned, group, source: _NothingToWaitFor()
-        ):
+        with patch.object(collectives, "broadcast_coalesced", _sends_nothing):
             return super().step(*args, **kwargs)
 
 
-class StaleSums(FlatDDP):
-    """Buffer filled by the first micro-batch only.
+def _sends_nothing(owned: Sequence[Tensor], group: ProcessGroup, source: int) -> _NothingToWaitFor:
+    """Stand in for `collectives.broadcast_coalesced`."""
+    return _NothingToWaitFor()
 
-    Later micro-batches add to `.grad`, which it replaces.
+
+class StaleSums(FlatDDP):
+    """Strategy whose buffer is filled by the first micro-batch only.
+
+    Later micro-batches add to `.grad`, which the buffer replaces.
     """
 
     _packed: Sequence[Tensor] = ()
@@ -175,7 +185,7 @@ class SendsEachMicroBatch(BucketedDDP):
         self.finish_gradient_synchronization()
 
 
-# -- sharding --------------------------------------------------------------------------------------------------
+# -- sharding --------------------------------------------------------------------------------------
 
 
 class WaitsInOwnersForward(ZeroOptimizer):
@@ -191,19 +201,26 @@ class WaitsInOwnersForward(ZeroOptimizer):
         for module in ddp.module.modules():
             own = set(module.parameters(recurse=False))
             needed = [n for n, bucket in enumerate(ddp.buckets) if own & set(bucket.parameters)]
-            module.register_forward_pre_hook(lambda *_, needed=needed: self._slices.wait(needed))
+            module.register_forward_pre_hook(partial(self._wait_before, needed))
+
+    def _wait_before(self, buckets: Sequence[int], module: nn.Module, inputs: Any) -> None:
+        """Wait for these buckets before a module's forward."""
+        self._slices.wait(buckets)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        gather = collectives.all_gather
-        with patch.object(collectives, "all_gather", lambda *sent: _SlowGather(gather, *sent)):
+        slow_gather = partial(_SlowGather, collectives.all_gather)
+        with patch.object(collectives, "all_gather", slow_gather):
             super().step(*args, **kwargs)
 
 
 class _SlowGather:
+    """All-gather whose result arrives only in `wait()`."""
+
     def __init__(
         self, gather: Callable[..., Any], output: Tensor, own: Tensor, group: ProcessGroup
     ):
-        self._output, self._arrived = output, torch.empty_like(output)
+        self._output = output
+        self._arrived = torch.empty_like(output)
         self._work = gather(self._arrived, own, group)
 
     def wait(self) -> None:
@@ -212,7 +229,7 @@ class _SlowGather:
 
 
 class ForgetsToFinish(FSDP):
-    """A training loop without `finish_gradient_synchronization()`."""
+    """Training loop without `finish_gradient_synchronization()`."""
 
     def finish_gradient_synchronization(self) -> None:
         pass
@@ -226,9 +243,11 @@ class ClipsItsOwnPart(BucketedDDP):
         nn.utils.clip_grad_norm_(self.trainable, 0.1)
 
 
-# -- tensor and context parallelism ----------------------------------------------------------------------------
+# -- tensor and context parallelism ----------------------------------------------------------------
 
-vocabulary_cross_entropy, merge = tensor_parallel.vocabulary_cross_entropy, context_parallel._merge
+# the functions as they are, before a mistake replaces them
+vocabulary_cross_entropy = tensor_parallel.vocabulary_cross_entropy
+merge = context_parallel._merge
 
 
 def summed_behind_the_loss(*args: Any, group: ProcessGroup, **options: Any) -> Tensor:
@@ -245,6 +264,11 @@ class CountsNormsTwice(BucketedDDP):
         )
 
 
+def norms_not_summed(weight: Tensor, group: ProcessGroup) -> Tensor:
+    """Leave the gradient of a whole weight as each rank has it, without a sum over ranks."""
+    return weight
+
+
 def shifted_after_the_split(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Shift targets within a chunk.
 
@@ -256,10 +280,15 @@ def shifted_after_the_split(model: nn.Module, batch: tuple[Tensor, Tensor]) -> T
 
 
 def merged_in_bf16(out: Tensor, lse: Tensor, *part: Tensor) -> None:
-    """Partial results and their log-sum-exp are kept in bf16 between the steps of the ring."""
+    """Round partial results and their log-sum-exp to bf16 between the steps of the ring."""
     merge(out, lse, *part)
     for kept in (out, lse):
         kept.copy_(kept.bfloat16())
+
+
+def positions_from_zero(zigzag: Any, tokens: int, device: torch.device) -> Tensor:
+    """Return the positions 0, 1, 2, … on every rank, whichever chunks it has."""
+    return torch.arange(tokens, device=device, dtype=torch.float32)
 
 
 def chunks_in_order(ranks: int) -> list[tuple[int, int]]:
@@ -267,7 +296,7 @@ def chunks_in_order(ranks: int) -> list[tuple[int, int]]:
     return [(2 * rank, 2 * rank + 1) for rank in range(ranks)]
 
 
-# -- pipelines -------------------------------------------------------------------------------------------------
+# -- pipelines -------------------------------------------------------------------------------------
 
 run_schedule = Pipeline.run
 
@@ -285,18 +314,18 @@ def first_backwards_exchanged(pipeline: Pipeline, batches: int) -> list[Action]:
     Micro-batch 1's activations then meet the gradient of micro-batch 0, and the reverse.
     """
     actions = gpipe(pipeline.ranks, batches)[pipeline.rank]
-    if pipeline.rank == 0:  # behind all forwards, of which there are `batches`
+    if pipeline.rank == 0:  # the backwards come after all forwards, of which there are `batches`
         actions[batches], actions[batches + 1] = actions[batches + 1], actions[batches]
     return actions
 
 
 def last_weights_forgotten(pipeline: Pipeline, batches: int) -> list[Action]:
-    """The loop ends with the last B, although each of two ranks has a W left."""
+    """Return a schedule that ends with the last B, although each of two ranks has a W left."""
     actions = zero_bubble(pipeline.ranks, batches)[pipeline.rank]
     return [action for action in actions if (action.kind, action.batch) != ("W", batches - 1)]
 
 
-# -- attention -------------------------------------------------------------------------------------------------
+# -- attention -------------------------------------------------------------------------------------
 
 
 def healthy_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -306,15 +335,20 @@ def healthy_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def without_maximum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Softmax as the formula has it, without subtracting the running maximum."""
-    # exp(score) is summed as it is
-    wrong = vars(torch) | {"maximum": lambda old, new: torch.zeros_like(new)}
+    """Compute softmax as the formula has it, without subtracting the running maximum."""
+    # With a maximum of 0, exp(score) is summed as it is.
+    wrong = vars(torch) | {"maximum": _maximum_of_zero}
     with patch.object(tiled, "torch", SimpleNamespace(**wrong)):
         return healthy_attention(q, k, v)
 
 
+def _maximum_of_zero(old: Tensor, new: Tensor) -> Tensor:
+    """Stand in for `torch.maximum` of the running maximum."""
+    return torch.zeros_like(new)
+
+
 def sees_one_ahead(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A causal mask `k <= q + 1`: every token sees the one that it is to predict."""
+    """Mask by `k <= q + 1`: every token sees the one that it is to predict."""
 
     def shifted(*args: Any) -> tuple[int | None, int | None]:
         lo, hi = original(*args)

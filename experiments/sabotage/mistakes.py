@@ -47,7 +47,7 @@ EQUALITY, VOLUME, ATTENTION, PAIRS, ERROR = (
     "error",
 )
 
-# -- what is trained -------------------------------------------------------------------------------------------
+# -- what is trained -------------------------------------------------------------------------------
 
 
 def language_model(
@@ -75,23 +75,43 @@ def language_model(
 
 
 def tokens(rank: int, step: int, device: torch.device, micro_batches: int = 1) -> list[Any]:
-    """A rank's micro-batches of a step; the stream of each rank is its own."""
+    """Return a rank's micro-batches of a step. Each rank has a stream of its own."""
     data = SyntheticTokens(
         MODEL.vocab_size, BATCH, MODEL.context_length, seed=0, rank=rank, device=device
     )
     return [data.batch(micro_batches * step + number) for number in range(micro_batches)]
 
 
+def tokens_of_rank_0(rank: int, step: int, device: torch.device) -> list[Any]:
+    """Return the same micro-batch of a step on every rank."""
+    return tokens(0, step, device)
+
+
 _LM = language_model()
 _FOUR = partial(tokens, micro_batches=4)
-# In fp64, so that any difference from one process is a mistake; the loss is computed in the head.
-_SHARED = Task(
-    lambda seed, device: _LM.build(seed, device).double(),
-    tokens,
-    lambda model, batch: model(*batch),
-)
-# Ranks of a pipeline keep their stages' weights as each has drawn them, so all draw from one seed.
-_PIPED = Task(lambda seed, device: _SHARED.build(0, device), _FOUR, _SHARED.loss_fn)
+
+
+def build_in_fp64(seed: int, device: torch.device) -> nn.Module:
+    """Build the model in fp64, so that any difference from one process is a mistake."""
+    return _LM.build(seed, device).double()
+
+
+def loss_in_head(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the loss, which the model's head computes."""
+    tokens, targets = batch
+    return model(tokens, targets)
+
+
+def build_alike(seed: int, device: torch.device) -> nn.Module:
+    """Build the model from one seed on all ranks.
+
+    Ranks of a pipeline keep their stages' weights as each has drawn them.
+    """
+    return build_in_fp64(0, device)
+
+
+_SHARED = Task(build_in_fp64, tokens, loss_in_head)
+_PIPED = Task(build_alike, _FOUR, loss_in_head)
 
 
 class TwoExperts(nn.Module):
@@ -137,11 +157,12 @@ class ReadsTheHead(nn.Module):
 
 
 def _seeded(module: type[nn.Module], seed: int, device: torch.device) -> nn.Module:
+    """Build a module without arguments from a seed."""
     torch.manual_seed(seed)
     return module().to(device)
 
 
-# -- the list --------------------------------------------------------------------------------------------------
+# -- the list --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -247,213 +268,225 @@ def _waits_in_owners_forward(
 _ADAMW = (torch.optim.AdamW, 3e-3)
 
 
-def _shared(name: str, layout: str, symptom: str, check: str = EQUALITY, **options: Any) -> Mistake:
-    """A mistake where ranks share the model."""
-    shared = {"task": _SHARED, "learner": _ADAMW, "layout": Layout.parse(layout)}
-    return Mistake(name, check, symptom, "bucketed", **(shared | options))
-
-
-MISTAKES: dict[str, Mistake] = {
-    mistake.name: mistake
-    for mistake in (
-        Mistake(
-            "no broadcast",
-            EQUALITY,
-            "none in the loss; two different models, and one is saved",
-            "flat",
-            _averaging_by(faults.without_broadcast),
-        ),
-        Mistake(
-            "sum, not mean",
-            EQUALITY,
-            "the rate is N times too high: spikes, a loss that stays high",
-            "flat",
-            _averaging_by(faults.SumInsteadOfMean),
-            learner=(torch.optim.SGD, 2.0),
-        ),
-        Mistake(
-            "last bucket not sent",
-            VOLUME,
-            "hardly any in the loss; first layers drift apart",
-            "bucketed",
-            _bucketing_by(faults.LastBucketStays),
-        ),
-        Mistake(
-            "reduces the parameter",
-            EQUALITY,
-            "a slower start: gradients are never averaged",
-            "naive",
-            _averaging_by(faults.ReducesTheParameter),
-        ),
-        Mistake(
-            "missing wait",
-            EQUALITY,
-            "a slower start, now and then; ranks drift apart",
-            "overlap",
-            _averaging_by(faults.NeverWaits),
-        ),
-        Mistake(
-            "tied weight twice",
-            VOLUME,
-            "the tied matrix learns N times too fast",
-            "naive",
-            _averaging_by(faults.SumsTiedTwice),
-            task=language_model(tied=True),
-            learner=(torch.optim.SGD, 1.2),
-        ),
-        Mistake(
-            "same data everywhere",
-            EQUALITY,
-            "a little noise: N ranks do the work of one",
-            "flat",
-            candidate=dataclasses.replace(
-                _LM, batches=lambda rank, step, device: tokens(0, step, device)
-            ),
-        ),
-        Mistake(
-            "hook order",
-            EQUALITY,
-            "hardly any in the loss; layers get each other's gradients",
-            "overlap",
-            _averaging_by(faults.HookOrder),
-            task=Task(partial(_seeded, TwoExperts), tokens),
-        ),
-        Mistake(
-            "shard not exchanged",
-            VOLUME,
-            "each rank trains half a model",
-            "sharded-optimizer",
-            optimizer=_keeps_its_shard,
-        ),
-        Mistake(
-            "softmax without maximum",
-            ATTENTION,
-            "NaN, once scores pass 88",
-            "flat",
-            task=language_model(attention=faults.healthy_attention, logits=3e3),
-            candidate=language_model(attention=faults.without_maximum, logits=3e3),
-            attention=faults.without_maximum,
-            learner=_ADAMW,
-        ),
-        Mistake(
-            "mask off by one",
-            ATTENTION,
-            "too good: below the floor that the data allow",
-            "flat",
-            task=language_model(attention=faults.healthy_attention),
-            candidate=language_model(attention=faults.sees_one_ahead),
-            attention=faults.sees_one_ahead,
-            learner=_ADAMW,
-        ),
-        Mistake(
-            "stale accumulation",
-            EQUALITY,
-            "slower: later micro-batches are lost",
-            "flat",
-            _averaging_by(faults.StaleSums),
-            task=dataclasses.replace(_LM, batches=_FOUR),
-        ),
-        Mistake(
-            "sent every micro-batch",
-            VOLUME,
-            "none but time: every bucket is sent once a micro-batch",
-            "bucketed",
-            _bucketing_by(faults.SendsEachMicroBatch),
-            task=_PIPED,
-            learner=_ADAMW,
-        ),
-        Mistake(
-            "read elsewhere",
-            EQUALITY,
-            "hardly any in the loss; some layers are a step behind",
-            "zero1",
-            optimizer=_waits_in_owners_forward,
-            task=Task(partial(_seeded, ReadsTheHead), tokens),
-        ),
-        Mistake(
-            "finish forgotten",
-            ERROR,
-            "the step raises; else vectors would drift apart",
-            "fsdp",
-            _sharding_by(faults.ForgetsToFinish),
-        ),
-        Mistake(
-            "torch's clipping",
-            ERROR,
-            "the step raises; else each rank would clip by a norm of its own",
-            "zero1",
-            _bucketing_by(faults.ClipsItsOwnPart),
-        ),
-        _shared(
-            "norms not summed",
-            "tp2",
-            "hardly any in the loss; norms drift apart between ranks",
-            replaced=(tensor_parallel, "_shared", lambda weight, group: weight),
-        ),
-        _shared(
-            "summed behind the loss",
-            "tp2",
-            "none under AdamW; SGD and clipping see P times the gradient",
-            replaced=(tensor_parallel, "vocabulary_cross_entropy", faults.summed_behind_the_loss),
-        ),
-        _shared(
-            "norms counted twice",
-            "tp2",
-            "hardly any in the loss; clipping begins too early",
-            wrap=_bucketing_by(faults.CountsNormsTwice),
-            max_grad_norm=0.1,
-        ),
-        _shared(
-            "shifted after the split",
-            "cp2",
-            "little in the loss; chunks end in wrong words",
-            candidate=dataclasses.replace(_SHARED, loss_fn=faults.shifted_after_the_split),
-        ),
-        _shared(
-            "another's positions",
-            "cp2",
-            "hardly any in the loss, at first; every rank counts from zero",
-            replaced=(
-                context_parallel.ZigZag,
-                "positions",
-                lambda zigzag, tokens, device: torch.arange(
-                    tokens, device=device, dtype=torch.float32
-                ),
-            ),
-        ),
-        _shared(
-            "ring merged in bf16",
-            "cp2-ring",
-            "none in the loss; attention is as coarse as bf16",
-            replaced=(context_parallel, "_merge", faults.merged_in_bf16),
-        ),
-        _shared(
-            "no zig-zag",
-            "cp2",
-            "none but time: all wait for the rank with the last chunks",
-            PAIRS,
-            replaced=(context_parallel, "zigzag_chunks", faults.chunks_in_order),
-        ),
-        _shared(
-            "not divided",
-            "pp2",
-            "none under AdamW; SGD and clipping see the sum, not the mean",
-            task=_PIPED,
-            replaced=(Pipeline, "run", faults.not_divided),
-        ),
-        _shared(
-            "another's activations",
-            "pp2-gpipe",
-            "little in the loss; the first stage mixes two micro-batches",
-            task=_PIPED,
-            replaced=(Pipeline, "actions", faults.first_backwards_exchanged),
-        ),
-        _shared(
-            "weights forgotten",
-            "pp2-zero-bubble",
-            "hardly any in the loss; the last micro-batch is lost to matrices",
-            task=_PIPED,
-            replaced=(Pipeline, "actions", faults.last_weights_forgotten),
-        ),
+def _shared(
+    name: str,
+    layout: str,
+    symptom: str,
+    *,
+    check: str = EQUALITY,
+    task: Task = _SHARED,
+    candidate: Task | None = None,
+    wrap: Wrap | None = None,
+    replaced: tuple[Any, str, Any] | None = None,
+    max_grad_norm: float | None = None,
+) -> Mistake:
+    """Return a mistake where ranks share the model. The arguments are fields of `Mistake`."""
+    return Mistake(
+        name=name,
+        check=check,
+        symptom=symptom,
+        healthy="bucketed",
+        wrap=wrap,
+        task=task,
+        candidate=candidate,
+        learner=_ADAMW,
+        layout=Layout.parse(layout),
+        replaced=replaced,
+        max_grad_norm=max_grad_norm,
     )
-}
+
+
+_ALL = (
+    Mistake(
+        name="no broadcast",
+        check=EQUALITY,
+        symptom="none in the loss; two different models, and one is saved",
+        healthy="flat",
+        wrap=_averaging_by(faults.without_broadcast),
+    ),
+    Mistake(
+        name="sum, not mean",
+        check=EQUALITY,
+        symptom="the rate is N times too high: spikes, a loss that stays high",
+        healthy="flat",
+        wrap=_averaging_by(faults.SumInsteadOfMean),
+        learner=(torch.optim.SGD, 2.0),
+    ),
+    Mistake(
+        name="last bucket not sent",
+        check=VOLUME,
+        symptom="hardly any in the loss; first layers drift apart",
+        healthy="bucketed",
+        wrap=_bucketing_by(faults.LastBucketStays),
+    ),
+    Mistake(
+        name="reduces the parameter",
+        check=EQUALITY,
+        symptom="a slower start: gradients are never averaged",
+        healthy="naive",
+        wrap=_averaging_by(faults.ReducesTheParameter),
+    ),
+    Mistake(
+        name="missing wait",
+        check=EQUALITY,
+        symptom="a slower start, now and then; ranks drift apart",
+        healthy="overlap",
+        wrap=_averaging_by(faults.NeverWaits),
+    ),
+    Mistake(
+        name="tied weight twice",
+        check=VOLUME,
+        symptom="the tied matrix learns N times too fast",
+        healthy="naive",
+        wrap=_averaging_by(faults.SumsTiedTwice),
+        task=language_model(tied=True),
+        learner=(torch.optim.SGD, 1.2),
+    ),
+    Mistake(
+        name="same data everywhere",
+        check=EQUALITY,
+        symptom="a little noise: N ranks do the work of one",
+        healthy="flat",
+        candidate=dataclasses.replace(_LM, batches=tokens_of_rank_0),
+    ),
+    Mistake(
+        name="hook order",
+        check=EQUALITY,
+        symptom="hardly any in the loss; layers get each other's gradients",
+        healthy="overlap",
+        wrap=_averaging_by(faults.HookOrder),
+        task=Task(partial(_seeded, TwoExperts), tokens),
+    ),
+    Mistake(
+        name="shard not exchanged",
+        check=VOLUME,
+        symptom="each rank trains half a model",
+        healthy="sharded-optimizer",
+        optimizer=_keeps_its_shard,
+    ),
+    Mistake(
+        name="softmax without maximum",
+        check=ATTENTION,
+        symptom="NaN, once scores pass 88",
+        healthy="flat",
+        task=language_model(attention=faults.healthy_attention, logits=3e3),
+        candidate=language_model(attention=faults.without_maximum, logits=3e3),
+        attention=faults.without_maximum,
+        learner=_ADAMW,
+    ),
+    Mistake(
+        name="mask off by one",
+        check=ATTENTION,
+        symptom="too good: below the floor that the data allow",
+        healthy="flat",
+        task=language_model(attention=faults.healthy_attention),
+        candidate=language_model(attention=faults.sees_one_ahead),
+        attention=faults.sees_one_ahead,
+        learner=_ADAMW,
+    ),
+    Mistake(
+        name="stale accumulation",
+        check=EQUALITY,
+        symptom="slower: later micro-batches are lost",
+        healthy="flat",
+        wrap=_averaging_by(faults.StaleSums),
+        task=dataclasses.replace(_LM, batches=_FOUR),
+    ),
+    Mistake(
+        name="sent every micro-batch",
+        check=VOLUME,
+        symptom="none but time: every bucket is sent once a micro-batch",
+        healthy="bucketed",
+        wrap=_bucketing_by(faults.SendsEachMicroBatch),
+        task=_PIPED,
+        learner=_ADAMW,
+    ),
+    Mistake(
+        name="read elsewhere",
+        check=EQUALITY,
+        symptom="hardly any in the loss; some layers are a step behind",
+        healthy="zero1",
+        optimizer=_waits_in_owners_forward,
+        task=Task(partial(_seeded, ReadsTheHead), tokens),
+    ),
+    Mistake(
+        name="finish forgotten",
+        check=ERROR,
+        symptom="the step raises; else vectors would drift apart",
+        healthy="fsdp",
+        wrap=_sharding_by(faults.ForgetsToFinish),
+    ),
+    Mistake(
+        name="torch's clipping",
+        check=ERROR,
+        symptom="the step raises; else each rank would clip by a norm of its own",
+        healthy="zero1",
+        wrap=_bucketing_by(faults.ClipsItsOwnPart),
+    ),
+    _shared(
+        "norms not summed",
+        "tp2",
+        "hardly any in the loss; norms drift apart between ranks",
+        replaced=(tensor_parallel, "_shared", faults.norms_not_summed),
+    ),
+    _shared(
+        "summed behind the loss",
+        "tp2",
+        "none under AdamW; SGD and clipping see P times the gradient",
+        replaced=(tensor_parallel, "vocabulary_cross_entropy", faults.summed_behind_the_loss),
+    ),
+    _shared(
+        "norms counted twice",
+        "tp2",
+        "hardly any in the loss; clipping begins too early",
+        wrap=_bucketing_by(faults.CountsNormsTwice),
+        max_grad_norm=0.1,
+    ),
+    _shared(
+        "shifted after the split",
+        "cp2",
+        "little in the loss; chunks end in wrong words",
+        candidate=dataclasses.replace(_SHARED, loss_fn=faults.shifted_after_the_split),
+    ),
+    _shared(
+        "another's positions",
+        "cp2",
+        "hardly any in the loss, at first; every rank counts from zero",
+        replaced=(context_parallel.ZigZag, "positions", faults.positions_from_zero),
+    ),
+    _shared(
+        "ring merged in bf16",
+        "cp2-ring",
+        "none in the loss; attention is as coarse as bf16",
+        replaced=(context_parallel, "_merge", faults.merged_in_bf16),
+    ),
+    _shared(
+        "no zig-zag",
+        "cp2",
+        "none but time: all wait for the rank with the last chunks",
+        check=PAIRS,
+        replaced=(context_parallel, "zigzag_chunks", faults.chunks_in_order),
+    ),
+    _shared(
+        "not divided",
+        "pp2",
+        "none under AdamW; SGD and clipping see the sum, not the mean",
+        task=_PIPED,
+        replaced=(Pipeline, "run", faults.not_divided),
+    ),
+    _shared(
+        "another's activations",
+        "pp2-gpipe",
+        "little in the loss; the first stage mixes two micro-batches",
+        task=_PIPED,
+        replaced=(Pipeline, "actions", faults.first_backwards_exchanged),
+    ),
+    _shared(
+        "weights forgotten",
+        "pp2-zero-bubble",
+        "hardly any in the loss; the last micro-batch is lost to matrices",
+        task=_PIPED,
+        replaced=(Pipeline, "actions", faults.last_weights_forgotten),
+    ),
+)
+MISTAKES: dict[str, Mistake] = {mistake.name: mistake for mistake in _ALL}

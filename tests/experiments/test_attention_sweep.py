@@ -128,9 +128,10 @@ def findings_follow_intervals(seed):
 def test_warming_up_survives_variants_that_fail(monkeypatch):
     forks = multiprocessing.get_context("forkserver")  # of what has imported torch
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: forks)
-    monkeypatch.setattr(sweep.Config, "rows", lambda *_: ["no such variant", "ours"])
+    monkeypatch.setattr(sweep.AttentionSweepConfig, "rows", lambda *_: ["no such variant", "ours"])
     monkeypatch.setattr(sweep, "COMPILED", ("no such variant", "ours"))
-    sweep.warm(sweep.Config(**sweep.SMOKE | {"warm": 1, "shapes": ("1x1x8x8",)}), "cpu")
+    options = sweep.SMOKE | {"warm": 1, "shapes": ("1x1x8x8",)}
+    sweep.warm(sweep.AttentionSweepConfig(**options), "cpu")
 
 
 def test_the_fastest_peer_is_none_of_ours_and_was_timed():

@@ -16,7 +16,7 @@ from distlab.theory.operators import Compute
 from experiments import model_comparison
 from experiments.model_benchmark import EXPERIMENT, BenchmarkConfig, taken_apart
 from experiments.model_benchmark import by_part as by_part_module
-from experiments.model_benchmark.memory import MEMORY, memory, predicted_peak
+from experiments.model_benchmark.step_memory import MEMORY, memory, predicted_peak
 from experiments.model_benchmark.trials import TrialConfig
 from kernels import rmsnorm
 from tests.experiments.frame import measured, on_rank

@@ -7,7 +7,7 @@ import pytest
 
 from distlab.simulate.case import from_json, predict, read_case, shortage
 from experiments.predict import EXPERIMENT
-from experiments.predict.cases import ZERO_TABLE
+from experiments.predict.known_runs import ZERO_TABLE
 from tests.commands import ROOT
 from tests.experiments.frame import measured, refused
 

@@ -24,8 +24,8 @@ Launch parameters, as a rate:
 - element-wise: an addition over BLOCK × warps × stages. What counts is how many bytes are under way
   at a time.
 
-Forms of one computation (`forms.py`), each a multiple of the part's first, next to the multiple of
-the bytes that it moves:
+Forms of one computation (`kernel_forms.py`), each a multiple of the part's first, next to the
+multiple of the bytes that it moves:
 
 - sums: over rows, and over everything, by a second launch that adds partial sums, or by atomic
   additions.
@@ -67,10 +67,10 @@ from distlab.report import (
 )
 from kernels._dispatch import check_runs
 
-from .bench import CHECKED_ROUNDS, Bench
 from .cuda import IN_CUDA
 from .effects import banks, divergence, element_wise, levels, strides, waves
-from .forms import FORMS
+from .kernel_forms import FORMS
+from .lesson_bench import CHECKED_ROUNDS, Bench
 
 PARTS = {
     "strides": strides,
@@ -85,8 +85,8 @@ PARTS = {
 
 
 @dataclass(frozen=True)
-class Config(Options):
-    """Parts to run, and the amount of work."""
+class GpuLessonsConfig(Options):
+    """Options of a run: the parts, and the amount of work."""
 
     parts: tuple[str, ...] = option(tuple(PARTS), "parts to run", choices=tuple(PARTS))
     elements: int = option(
@@ -101,15 +101,17 @@ class Config(Options):
         super().__post_init__()
         if self.elements & (self.elements - 1):
             raise ValueError(
-                f"elements={self.elements}: these kernels have no ragged blocks; give a power of two"
+                f"elements={self.elements}: these kernels have no ragged blocks; give a power of "
+                "two"
             )
 
 
-def measure(config: Config, context: RankContext, run: Run) -> None:
+def measure(config: GpuLessonsConfig, context: RankContext, run: Run) -> None:
     """Add a row per effect's case and per launch. Parts that have rows are left as they are."""
     check_runs(context.device)
+    done = {record.config["part"] for record in run.records}
     for part, function in PARTS.items():
-        if part in config.parts and not any(r.config["part"] == part for r in run.records):
+        if part in config.parts and part not in done:
             run.progress(part)
             torch.manual_seed(0)
             function(Bench(config, run, context.device))
@@ -130,6 +132,23 @@ def compare(records: Sequence[Record]) -> list[Record]:
     return found
 
 
+def noise_of_time(record: Record) -> float | None:
+    """Return the noise of a row's time, in %, for a record that was written without it."""
+    return noise_of(record.metrics, "time")
+
+
+def findings(records: Sequence[Record]) -> list[str]:
+    """Say of an interpreted run what its numbers are worth."""
+    if records[0].environment.get("cuda"):
+        return []
+    return ["Interpreted: the predictions and the errors count, and no time does."]
+
+
+def wrong(records: Sequence[Record]) -> list[str]:
+    """Name the kernels whose error is above the tolerance."""
+    return [f"{r.variant} is wrong" for r in records if r.metrics["status"] == "WRONG"]
+
+
 VIEW = View(
     columns=[
         Column("variant", "case"),
@@ -138,7 +157,7 @@ VIEW = View(
             "metrics.noise_pct",
             "noise ± %",
             ".1f",
-            derived=lambda record: noise_of(record.metrics, "time"),
+            derived=noise_of_time,
         ),
         Column("metrics.factor", "÷ first", ".2f"),
         Column("metrics.predicted_factor", "predicted ÷ first", ".2f"),
@@ -156,41 +175,48 @@ VIEW = View(
     headline=headline_from("{device_name}, torch {torch}, triton {triton}"),
     derive=compare,
     parted_by="config.part",
-    reading="Each effect is counted, not fitted: ÷ first is a time over that of the table's first row.\n\n"
-    "strides: a warp asks for 4 sectors of 32 bytes at stride 1 and for 32 from stride 8 on; an access to HBM is two "
-    "sectors, so that reading costs sixteen times more from stride 16 on. Writing stays as it is. That is what a "
-    "transposed or sliced tensor costs a kernel that walks along the wrong dimension. Where more is measured, pages of "
-    "memory are opened for few bytes each. A few bytes off costs a sector per warp, which its neighbour also needs.\n\n"
-    "banks: 32 lanes that read 32 words of one bank wait for each other. The swizzle costs an xor, and no memory; a "
-    "column of padding does the same for 3 % more. Less than predicted is measured, because a round of the loop "
-    "also has barriers and additions: on an H200 they take 0.4 of an access without conflicts.\n\n"
-    "divergence: which lanes take which branch decides, not how many branches there are: by warp they are free. Short "
-    "branches are cheaper than this, because compilers turn them into selections.\n\n"
-    "waves: the time is a staircase. Half of the programs take as long as all, and one more as long as twice as many: "
-    "what a grid of tiles must be compared with (`distlab run plan waves`).\n\n"
-    "levels: an SM does 128 FMAs per clock, each of which reads what the one before wrote, and shared memory gives or "
-    "takes 128 bytes per clock; L2 and HBM serve all SMs. Predicted are the documents' peaks; of an H100's L2 none "
-    "says.\n\n"
-    "element-wise: a memory of some 3 TB/s and half a microsecond of latency needs 1.5 MB under way at any "
-    "time, more than 10 KiB per multiprocessor. Small blocks on few warps do not ask for so much; stages ask "
-    "for the next block before this one has come. Beyond that, launches are alike, and large blocks only cost "
-    "registers. Predicted is Little's law, with a latency that is measured by one warp alone, on an idle "
-    "memory: under load it is longer.\n\n"
-    "sums: the second launch is short, and its order is fixed; atomic additions come in any order, into memory that a "
-    "launch has set to zero. Same bits: four calls gave one result.\n\n"
-    "variance: the recurrence divides for every element; sums of squares lose the digits of the square of the mean "
-    "that come before those of the variance.\n\n"
-    "programs: one that takes turns waits for its rows, and stages make up for a part of that only; of programs for "
-    "one row each many are resident, and others run while one waits.\n\n"
-    "prologues: that f(x) is not written and read again is paid by computing it for every 128 columns, where the "
-    "matmul waits for it: a fusion that loses.\n\n"
-    "saved: six tensors moved, or five. operands: K tensors and the result. warps: a thread has at most 255 registers; "
-    "what is more goes to memory, and comes back.\n\n"
-    "cuda: lines are those of a kernel and of the functions that it calls, without comments and empty lines; what "
-    "matmul and attention share in CUDA C++ counts in both. Triton spares the shuffles of a reduction, and by "
-    "`tl.load` and `tl.dot` which lane holds which element, copies that run ahead, and padding against bank conflicts. "
-    "It makes wgmma on Hopper, where the mma.sync of the file leaves a part of the tensor cores idle.\n\n"
-    "Errors of launches and forms are against float64, over the largest value; in the interpreter times say nothing.",
+    reading="Each effect is counted, not fitted: ÷ first is a time over that of the table's first "
+    "row.\n\n"
+    "strides: a warp asks for 4 sectors of 32 bytes at stride 1 and for 32 from stride 8 on; an "
+    "access to HBM is two sectors, so that reading costs sixteen times more from stride 16 on. "
+    "Writing stays as it is. That is what a transposed or sliced tensor costs a kernel that walks "
+    "along the wrong dimension. Where more is measured, pages of memory are opened for few bytes "
+    "each. A few bytes off costs a sector per warp, which its neighbour also needs.\n\n"
+    "banks: 32 lanes that read 32 words of one bank wait for each other. The swizzle costs an xor, "
+    "and no memory; a column of padding does the same for 3 % more. Less than predicted is "
+    "measured, because a round of the loop also has barriers and additions: on an H200 they take "
+    "0.4 of an access without conflicts.\n\n"
+    "divergence: which lanes take which branch decides, not how many branches there are: by warp "
+    "they are free. Short branches are cheaper than this, because compilers turn them into "
+    "selections.\n\n"
+    "waves: the time is a staircase. Half of the programs take as long as all, and one more as "
+    "long as twice as many: what a grid of tiles must be compared with (`distlab run plan "
+    "waves`).\n\n"
+    "levels: an SM does 128 FMAs per clock, each of which reads what the one before wrote, and "
+    "shared memory gives or takes 128 bytes per clock; L2 and HBM serve all SMs. Predicted are the "
+    "documents' peaks; of an H100's L2 none says.\n\n"
+    "element-wise: a memory of some 3 TB/s and half a microsecond of latency needs 1.5 MB under "
+    "way at any time, more than 10 KiB per multiprocessor. Small blocks on few warps do not ask "
+    "for so much; stages ask for the next block before this one has come. Beyond that, launches "
+    "are alike, and large blocks only cost registers. Predicted is Little's law, with a latency "
+    "that is measured by one warp alone, on an idle memory: under load it is longer.\n\n"
+    "sums: the second launch is short, and its order is fixed; atomic additions come in any order, "
+    "into memory that a launch has set to zero. Same bits: four calls gave one result.\n\n"
+    "variance: the recurrence divides for every element; sums of squares lose the digits of the "
+    "square of the mean that come before those of the variance.\n\n"
+    "programs: one that takes turns waits for its rows, and stages make up for a part of that "
+    "only; of programs for one row each many are resident, and others run while one waits.\n\n"
+    "prologues: that f(x) is not written and read again is paid by computing it for every 128 "
+    "columns, where the matmul waits for it: a fusion that loses.\n\n"
+    "saved: six tensors moved, or five. operands: K tensors and the result. warps: a thread has at "
+    "most 255 registers; what is more goes to memory, and comes back.\n\n"
+    "cuda: lines are those of a kernel and of the functions that it calls, without comments and "
+    "empty lines; what matmul and attention share in CUDA C++ counts in both. Triton spares the "
+    "shuffles of a reduction, and by `tl.load` and `tl.dot` which lane holds which element, copies "
+    "that run ahead, and padding against bank conflicts. It makes wgmma on Hopper, where the "
+    "mma.sync of the file leaves a part of the tensor cores idle.\n\n"
+    "Errors of launches and forms are against float64, over the largest value; in the interpreter "
+    "times say nothing.",
     terminal=(
         "time_p50_ms",
         "factor",
@@ -206,22 +232,16 @@ VIEW = View(
         "error",
         "status",
     ),
-    findings=lambda records: (
-        []
-        if records[0].environment.get("cuda")
-        else ["Interpreted: the predictions and the errors count, and no time does."]
-    ),
-    prediction="Effects: bytes of memory, and `theory.warp_access` and `theory.gpu`: rounds, branches and waves. "
-    "Launches: from a copy and a latency of this run; see how to read.",
+    findings=findings,
+    prediction="Effects: bytes of memory, and `theory.warp_access` and `theory.gpu`: rounds, "
+    "branches and waves. Launches: from a copy and a latency of this run; see how to read.",
 )
 SMALL = {"elements": 2**12, "rounds": CHECKED_ROUNDS, "repeats": 3}
 EXPERIMENT = Experiment(
-    Config,
+    GpuLessonsConfig,
     measure,
     VIEW,
     presets={"quick": {"repeats": 5}, "quick-cpu": SMALL, "smoke": SMALL},
     gpus=1,
-    wrong=lambda records: [
-        f"{r.variant} is wrong" for r in records if r.metrics["status"] == "WRONG"
-    ],
+    wrong=wrong,
 )

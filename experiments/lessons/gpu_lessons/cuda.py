@@ -20,14 +20,14 @@ from experiments.lessons import _lesson_attention as lesson
 from experiments.lessons.attention_steps import TUNED
 from kernels import elementwise, matmul, softmax
 
-from .bench import Bench
-from .forms import normal, size
+from .kernel_forms import normal, size
+from .lesson_bench import Bench
 
 SOURCE = Path(__file__).parents[1].joinpath("_cuda_kernels.cu").read_text(encoding="utf-8")
-# Lines of code in Triton and in CUDA C++: of a kernel and of what it calls; a test counts them.
-# lines of code with one statement each, in Triton and in CUDA C++
+# Lines of code with one statement each, in Triton and in CUDA C++: of a kernel and of the functions
+# that it calls. A test counts them.
 LINES = {"add": (8, 5), "softmax": (16, 33), "matmul": (51, 78), "attention": (42, 114)}
-STEP = lesson.Step("tuned tiles", **TUNED[64], skip=True, split=True)
+STEP = TUNED[64]
 
 
 def add(bench: Bench) -> None:
@@ -48,22 +48,30 @@ def product(bench: Bench) -> None:
     """Compare products of square matrices, in tiles of 128 × 128."""
     n = size(4096, 128)
     a, b = normal(bench, 2, n, n)
-    triton = filling(lambda a, b, y: matmul.launch_pointers(a, b, None, y, None, "tf32x3"))
-    compare(bench, "matmul", triton, torch.matmul, (a, b), (n // 128, n // 128), 256, n, n)
+
+    def launch(a: Tensor, b: Tensor, y: Tensor) -> None:
+        matmul.launch_pointers(a, b, None, y, None, "tf32x3")
+
+    grid = (n // 128, n // 128)
+    compare(bench, "matmul", filling(launch), torch.matmul, (a, b), grid, 256, n, n)
 
 
 def attention(bench: Bench) -> None:
     """Compare causal attention, forward, of (heads, length, 64)."""
     heads, length = size(64, 1), size(2048, 128)
 
-    def by_torch(*qkv: Tensor) -> Tensor:
-        # fused for four dimensions
-        return F.scaled_dot_product_attention(*(x[None] for x in qkv), is_causal=True)[0]
+    def triton(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o, _ = lesson.forward(STEP, q, k, v)
+        return o
+
+    def by_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # torch fuses it only for four dimensions
+        return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
 
     compare(
         bench,
         "attention",
-        lambda q, k, v: lesson.forward(STEP, q, k, v)[0],
+        triton,
         by_torch,
         normal(bench, 3, heads, length, 64),
         (length // 64, heads),
@@ -76,7 +84,8 @@ def filling(launch: Callable[..., None]) -> Callable[..., Tensor]:
     """Return `launch(*inputs, y)` as a function that returns y, which is like the first input."""
 
     def call(*inputs: Tensor) -> Tensor:
-        launch(*inputs, y := torch.empty_like(inputs[0]))
+        y = torch.empty_like(inputs[0])
+        launch(*inputs, y)
         return y
 
     return call
@@ -94,23 +103,35 @@ def compare(
 ) -> None:
     """Add the rows of a kernel: in Triton, in CUDA C++ and by torch.
 
-    The one in CUDA C++ is launched with this grid and block.
+    Args:
+        bench: bench of the experiment.
+        name: name of the kernel in SOURCE, and in LINES.
+        triton: function of the inputs that launches Triton's kernel.
+        by_torch: function of the inputs that computes the same by torch.
+        inputs: tensors that all three take.
+        grid: blocks of the kernel in CUDA C++, in two dimensions.
+        block: threads of each.
+        sizes: numbers that the kernel in CUDA C++ takes after its tensors.
     """
-    part, exact = f"cuda-{name}", by_torch(*(x.double() for x in inputs))
+    part = f"cuda-{name}"
+    exact = by_torch(*(x.double() for x in inputs))
     in_triton, in_cpp = LINES[name]
-    bench.form(part, f"Triton, {in_triton} lines", lambda: triton(*inputs), exact)
+    bench.form(part, f"Triton, {in_triton} lines", partial(triton, *inputs), exact)
     variant = f"CUDA C++, {in_cpp} lines"
     if bench.device.type == "cuda":
         compiled = in_cuda(name)
-        run = filling(lambda *tensors: compiled((*grid, 1), (block, 1, 1), [*tensors, *sizes]))
-        bench.form(part, variant, lambda: run(*inputs), exact)
+
+        def launch(*tensors: Tensor) -> None:
+            compiled((*grid, 1), (block, 1, 1), [*tensors, *sizes])
+
+        bench.form(part, variant, partial(filling(launch), *inputs), exact)
     else:
         bench.run.add(variant, {"status": "needs a GPU"}, part=part)
-    bench.form(part, "torch", lambda: by_torch(*inputs), exact)
+    bench.form(part, "torch", partial(by_torch, *inputs), exact)
 
 
 def in_cuda(name: str) -> Callable[..., None]:
-    """The kernel of SOURCE, compiled for this GPU."""
+    """Return the kernel of SOURCE with this name, compiled for this GPU."""
     from torch.utils import cpp_extension
 
     # torch asks for one, for headers that SOURCE does not need

@@ -21,10 +21,11 @@ from experiments.lessons._lesson_kernels import (
 from kernels._compile import resources
 from kernels._dispatch import compile_only, interpreted, launch
 
-from .bench import CHECKED_ROUNDS, Bench, checked
+from .lesson_bench import CHECKED_ROUNDS, Bench, checked
 
 STRIDES = (1, 2, 4, 8, 16, 32)
 PHASES = (32, 16, 8, 4, 2, 1)
+# name → lanes that take the same branch, and number of branches
 BRANCHES = {
     "one branch": (WARP, 1),
     "four, by warp": (WARP, 4),
@@ -32,12 +33,12 @@ BRANCHES = {
     "two, by lane": (1, 2),
     "four, by lane": (1, 4),
 }
-SIDE = 32  # of the tile that goes through shared memory
+SIDE = 32  # words, of the tile that goes through shared memory
 BLOCK = 1024  # one element for each of 32 warps' lanes
 L2_SPAN = 2**21  # fp32 elements that the L2 of any data-centre GPU keeps
 ACCESS = 64  # bytes: two sectors, the least that HBM3 gives
 BLOCKS, WARPS, STAGES = (256, 1024, 4096), (1, 4, 16), (1, 4)
-TOLERANCE = 1e-2  # of the largest value of an addition in bf16
+TOLERANCE = 1e-2  # relative to the largest value of an addition in bf16
 
 
 def strides(bench: Bench) -> None:
@@ -53,22 +54,27 @@ def strides(bench: Bench) -> None:
     def run(_: int, stride: int, offset: int) -> None:
         launch(strided_kernel, (count // BLOCK,), x, y, stride, offset, BLOCK=BLOCK, num_warps=4)
 
-    def moved(stride: int, offset: int) -> int:
-        """Read and written for 64 warps."""
-        elements, size = range(64 * WARP), x.element_size()
-        return ACCESS * len(
-            {(offset + i * stride) * size // ACCESS for i in elements}
-        ) + size * len(elements)
-
-    for stride, offset in (*((stride, 0) for stride in STRIDES), (1, 4)):
+    def error(stride: int, offset: int) -> float:
         expected = x[offset::stride][:count]
-        name = f"stride {stride}" + f", {offset * x.element_size()} bytes off" * bool(offset)
+        return (y - expected).abs().max().item()
+
+    def moved(stride: int, offset: int) -> int:
+        """Return the bytes read and written for 64 warps."""
+        elements, size = range(64 * WARP), x.element_size()
+        accesses = {(offset + i * stride) * size // ACCESS for i in elements}
+        return ACCESS * len(accesses) + size * len(elements)
+
+    cases = [(stride, 0) for stride in STRIDES]
+    for stride, offset in (*cases, (1, 4)):
+        name = f"stride {stride}"
+        if offset:
+            name += f", {offset * x.element_size()} bytes off"
         bench.effect(
             "strides",
             name,
-            moved(stride, offset) / moved(1, 0),
-            partial(run, stride=stride, offset=offset),
-            lambda e=expected: (y - e).abs().max().item(),
+            factor=moved(stride, offset) / moved(1, 0),
+            call=partial(run, stride=stride, offset=offset),
+            error=partial(error, stride, offset),
         )
 
 
@@ -80,10 +86,10 @@ def banks(bench: Bench) -> None:
         reads = bank_conflicts([row * SIDE + swizzle(row % phases, 0) for row in range(WARP)])
         bench.effect(
             "banks",
-            f"{phases} phase{'s' * (phases > 1)}",
-            (1 + reads) / 2,
-            None if interpreted() else partial(transpose, y, phases),
-            partial(sum_error, y, (CHECKED_ROUNDS - 1) / 2),
+            "1 phase" if phases == 1 else f"{phases} phases",
+            factor=(1 + reads) / 2,
+            call=None if interpreted() else partial(transpose, y, phases),
+            error=partial(sum_error, y, (CHECKED_ROUNDS - 1) / 2),
         )
 
 
@@ -95,8 +101,9 @@ def transpose(y: Tensor, phases: int, rounds: int) -> None:
 
 
 def sum_error(y: Tensor, start: float) -> float:
-    """The largest error of rows of CHECKED_ROUNDS times start, start + 1, and so on."""
-    return (y - CHECKED_ROUNDS * (start + torch.arange(BLOCK, device=y.device))).abs().max().item()
+    """Return the largest error of rows of CHECKED_ROUNDS times start, start + 1, and so on."""
+    exact = CHECKED_ROUNDS * (start + torch.arange(BLOCK, device=y.device))
+    return (y - exact).abs().max().item()
 
 
 def error_of(y: Tensor) -> float:
@@ -109,7 +116,7 @@ def error_of(y: Tensor) -> float:
 
 
 def divergence(bench: Bench) -> None:
-    """Branches that a warp executes."""
+    """Compare the times of warps whose lanes take one to four branches."""
     y = torch.empty(bench.sms * BLOCK, device=bench.device)
 
     def run(rounds: int, width: int, ways: int) -> None:
@@ -130,24 +137,28 @@ def divergence(bench: Bench) -> None:
         bench.effect(
             "divergence",
             name,
-            warp_divergence(branches, [1.0] * ways).cycles,
-            call,
-            partial(error_of, y),
+            factor=warp_divergence(branches, [1.0] * ways).cycles,
+            call=call,
+            error=partial(error_of, y),
         )
 
 
 def waves(bench: Bench) -> None:
-    """Programs that keep a multiprocessor busy: two on one take twice as long as one."""
+    """Compare numbers of programs that each keep a multiprocessor busy.
+
+    Two on one multiprocessor take twice as long as one.
+    """
     sms = bench.sms
     y = torch.empty(4 * sms * BLOCK, device=bench.device)
 
     for blocks in (sms, sms // 2, sms + 1, sms * 3 // 2, 2 * sms, 2 * sms + 1, 3 * sms, 4 * sms):
+        used = y[: blocks * BLOCK]
         bench.effect(
             "waves",
             f"{blocks} programs",
-            wave_quantisation(blocks, sms).waves,
-            partial(busy, y[: blocks * BLOCK]),
-            partial(error_of, y[: blocks * BLOCK]),
+            factor=wave_quantisation(blocks, sms).waves,
+            call=partial(busy, used),
+            error=partial(error_of, used),
         )
 
 
@@ -157,49 +168,67 @@ def busy(y: Tensor, rounds: int) -> None:
 
 
 def levels(bench: Bench) -> None:
-    """Read equally many bytes from registers, shared memory, L2 and HBM.
+    """Read the same number of bytes from registers, shared memory, L2 and HBM.
 
-    The programs fill all places.
-
-    An FMA reads a register that it wrote. A round through shared memory writes the same number of
-    bytes as it reads.
+    The programs fill all places. An FMA reads a register that it wrote. A round through shared
+    memory writes the same number of bytes as it reads.
     """
     x = torch.arange(BLOCK, device=bench.device).float().repeat(8 * bench.config.elements // BLOCK)
-    y, spec = torch.empty(8 * bench.sms, BLOCK, device=bench.device), bench.spec
-    peaks = (
-        (2 * spec.peak["fp32"], spec.shared_bandwidth / 2, spec.l2_bandwidth, spec.hbm_bandwidth)
-        if spec
-        else ()
-    )
+    y = torch.empty(8 * bench.sms, BLOCK, device=bench.device)
+    spec = bench.spec
 
     def read(rounds: int, span: int) -> None:
         launch(reread_kernel, (len(y),), x, y, rounds, SPAN=span, BLOCK=BLOCK, num_warps=4)
 
-    for (level, call, error), peak in itertools.zip_longest(
-        (
-            ("registers", partial(busy, y.view(-1)), partial(error_of, y.view(-1))),
-            (
-                "shared memory",
-                None if interpreted() else partial(transpose, y, SIDE),
-                partial(sum_error, y, 2.0),
-            ),
-            ("L2", partial(read, span=min(L2_SPAN, len(x))), partial(sum_error, y, 0.0)),
-            ("HBM", partial(read, span=len(x)), partial(sum_error, y, 0.0)),
-        ),
-        peaks,
-    ):
-        bench.effect("levels", level, peak and peaks[0] / peak, call, error, y.nbytes)
+    def factor(peak: float | None) -> float | None:
+        """Return the predicted time of a level over that of registers."""
+        return peak and 2 * spec.peak["fp32"] / peak
+
+    bench.effect(
+        "levels",
+        "registers",
+        factor=factor(spec and 2 * spec.peak["fp32"]),
+        call=partial(busy, y.view(-1)),
+        error=partial(error_of, y.view(-1)),
+        read_bytes=y.nbytes,
+    )
+    bench.effect(
+        "levels",
+        "shared memory",
+        factor=factor(spec and spec.shared_bandwidth / 2),
+        call=None if interpreted() else partial(transpose, y, SIDE),
+        error=partial(sum_error, y, 2.0),
+        read_bytes=y.nbytes,
+    )
+    bench.effect(
+        "levels",
+        "L2",
+        factor=factor(spec and spec.l2_bandwidth),
+        call=partial(read, span=min(L2_SPAN, len(x))),
+        error=partial(sum_error, y, 0.0),
+        read_bytes=y.nbytes,
+    )
+    bench.effect(
+        "levels",
+        "HBM",
+        factor=factor(spec and spec.hbm_bandwidth),
+        call=partial(read, span=len(x)),
+        error=partial(sum_error, y, 0.0),
+        read_bytes=y.nbytes,
+    )
 
 
 def element_wise(bench: Bench) -> None:
-    """An addition by programs that fill all places for warps, over BLOCK × warps × stages.
+    """Time an addition by programs that fill all places, over BLOCK × warps × stages.
 
-    Little's law predicts: bytes under way / latency, and never more than a copy's rate. Both are
-    measured here.
+    Little's law predicts the rate: bytes under way / latency, and never more than a copy's rate.
+    Both are measured here.
     """
     count, sms = bench.config.elements, bench.sms
     x, y = torch.randn(2, count, device=bench.device).to(bench.dtype)
-    z, expected, moved = torch.empty_like(x), x.double() + y.double(), 3 * x.nbytes
+    z = torch.empty_like(x)
+    expected = x.double() + y.double()
+    moved = 3 * x.nbytes  # two tensors read, one written
 
     def add(block: int, warps: int, stages: int, programs: int, blocks: int) -> None:
         launch(
@@ -209,14 +238,11 @@ def element_wise(bench: Bench) -> None:
     def added(call: Callable[[], Any]) -> dict[str, Any]:
         call()
         error = (z.double() - expected).abs().max() / expected.abs().max()
-        times = bench.time(call)
-        return (
-            checked(error.item(), TOLERANCE)
-            | times
-            | {"gb_per_s": moved / times["time_p50_ms"] / 1e6}
-        )
+        metrics = checked(error.item(), TOLERANCE) | bench.time(call)
+        metrics["gb_per_s"] = moved / metrics["time_p50_ms"] / 1e6
+        return metrics
 
-    copy_ms = bench.time(lambda: torch.neg(x, out=z))["time_p50_ms"]
+    copy_ms = bench.time(partial(torch.neg, x, out=z))["time_p50_ms"]
     # One warp that waits for each block of 1,024, over more than the L2 keeps: the latency of a
     # load from memory.
     steps = min(count // 1024, 4 if interpreted() else 2**15)
@@ -224,7 +250,8 @@ def element_wise(bench: Bench) -> None:
     for block, warps, stages in itertools.product(BLOCKS, WARPS, STAGES):
         blocks = count // block
         programs = min(blocks, sms * (64 // warps if bench.spec else 1))
-        call, known = partial(add, block, warps, stages, programs, blocks), {}
+        call = partial(add, block, warps, stages, programs, blocks)
+        known = {}  # metrics that need the GPU's data sheet
         if bench.spec:
             with compile_only() as compiled:
                 call()
@@ -239,6 +266,7 @@ def element_wise(bench: Bench) -> None:
             known = {
                 "registers": used["registers"],
                 "in_flight_kib": flying / sms / 1024,
+                # A copy moves two tensors and an addition three, of which two are loads.
                 "predicted_ms": max(1.5 * copy_ms, moved * latency_ms / (1.5 * flying)),
             }
         metrics = attempt(partial(added, call)) | known

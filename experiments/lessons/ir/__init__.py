@@ -24,6 +24,7 @@ import contextlib
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -55,8 +56,8 @@ COMPILES = "import os; os.environ.pop('TRITON_INTERPRET', None)"
 
 
 @dataclass(frozen=True)
-class Config(Options):
-    """Kernels to compile, and the GPU to compile for."""
+class IrConfig(Options):
+    """Options of a run: the kernels to compile, and the GPU to compile for."""
 
     kernels: tuple[str, ...] = option((), "kernels, MODULE or MODULE.KERNEL [all]", positional=True)
     capability: int = option(90, "compute capability to compile for", choices=CAPABILITIES)
@@ -64,7 +65,8 @@ class Config(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if unknown := [name for name in self.kernels if name.partition(".")[0] not in MODULES]:
+        unknown = [name for name in self.kernels if name.partition(".")[0] not in MODULES]
+        if unknown:
             raise ValueError(
                 f"{', '.join(unknown)}: give MODULE or MODULE.KERNEL of {', '.join(MODULES)}"
             )
@@ -72,7 +74,14 @@ class Config(Options):
 
 @dataclass(frozen=True)
 class Compiled:
-    """One compiled kernel: its name, its constants, what it uses, and stage → text."""
+    """One compiled kernel.
+
+    Attributes:
+        name: MODULE.KERNEL.
+        constants: names and values of its constants, for the table.
+        metrics: resources that it uses, and counts of instructions.
+        stages: stage → text.
+    """
 
     name: str
     constants: str
@@ -81,7 +90,7 @@ class Compiled:
 
 
 def compile_module(module: str, capability: int) -> tuple[list[Compiled], str | None]:
-    """Every kernel of a module, and the reason why others are missing."""
+    """Return every kernel of a module, and the reason why others are missing."""
     from kernels._compile import compile_for
 
     problem = None
@@ -114,27 +123,36 @@ def described(module: str, kernel: Any, capability: int) -> Compiled:
         stages["sass"] = disassembled(kernel.asm["cubin"])
     used, warps = resources(kernel), kernel.metadata.num_warps
     metrics: dict[str, Any] = used | {"warps": warps, "status": "ok"}
-    if spec := GPUS.get(capability):
+    spec = GPUS.get(capability)
+    if spec is not None:
         resident = occupancy(spec, 32 * warps, used["registers"], used["shared_bytes"])
         metrics |= {"programs_per_sm": resident.blocks, "limited_by": resident.limiter}
     metrics |= {f"{stage}_lines": text.count("\n") for stage, text in stages.items()}
-    metrics["matmul"] = next(
-        (name for name in ("wgmma.mma_async", "mma.sync") if name in stages["ptx"]), ""
+    ptx = stages["ptx"]
+    metrics["matmul"] = ""
+    for instruction in ("mma.sync", "wgmma.mma_async"):  # the latter wins if there are both
+        if instruction in ptx:
+            metrics["matmul"] = instruction
+    metrics["wide_loads"] = len(re.findall(r"ld\.global[\w.:]*\.v4|cp\.async\.c[ag]", ptx))
+    metrics["bulk_copies"] = len(re.findall(r"cp\.(?:reduce\.)?async\.bulk\.tensor", ptx))
+    constants = {}
+    for path, value in kernel.src.constants.items():
+        name = kernel.src.fn.arg_names[path[0]]
+        if name.isupper():  # in our kernels, a constexpr
+            constants[name] = value
+    return Compiled(
+        name=f"{module}.{kernel.metadata.name}",
+        constants=" ".join(f"{name}={value}" for name, value in constants.items()),
+        metrics=metrics,
+        stages=stages,
     )
-    metrics["wide_loads"] = len(
-        re.findall(r"ld\.global[\w.:]*\.v4|cp\.async\.c[ag]", stages["ptx"])
-    )
-    metrics["bulk_copies"] = len(re.findall(r"cp\.(?:reduce\.)?async\.bulk\.tensor", stages["ptx"]))
-    names, given = kernel.src.fn.arg_names, kernel.src.constants
-    constants = {
-        names[place[0]]: value for place, value in given.items() if names[place[0]].isupper()
-    }
-    shown = " ".join(f"{name}={value}" for name, value in constants.items())
-    return Compiled(f"{module}.{kernel.metadata.name}", shown, metrics, stages)
 
 
-def measure(config: Config, context: RankContext, run: Run) -> None:
-    """A row per compiled kernel, and its stages as files; one module per job of the pool."""
+def measure(config: IrConfig, context: RankContext, run: Run) -> None:
+    """Add a row per compiled kernel, and write its stages as files.
+
+    Each job of the pool compiles one module.
+    """
     if not installed():
         raise ValueError(
             "there is no Triton here, whose compiler this shows: pip install triton (Linux)"
@@ -158,27 +176,25 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
                 run.add(f"{module}, others", {"status": problem}, module=module)
     if not run.records:
         raise ValueError(
-            f"{', '.join(wanted)}: no such kernel for compute capability {config.capability}; give MODULE "
-            "alone to see its kernels"
+            f"{', '.join(wanted)}: no such kernel for compute capability {config.capability}; give "
+            "MODULE alone to see its kernels"
         )
 
 
 def stems(found: Sequence[Compiled]) -> Iterator[str]:
-    """A name for each; of a kernel that is compiled more than once, with a number."""
-    counts: dict[str, int] = {}
-    for each in found:
-        counts[each.name] = counts.get(each.name, 0) + 1
-        yield each.name + (f"-{counts[each.name]}" if counts[each.name] > 1 else "")
+    """Yield a name for each kernel. One that is compiled more than once gets a number."""
+    counts = Counter[str]()
+    for kernel in found:
+        counts[kernel.name] += 1
+        number = counts[kernel.name]
+        yield kernel.name if number == 1 else f"{kernel.name}-{number}"
 
 
 def findings(records: Sequence[Record]) -> list[str]:
     """Name the kernels that spill."""
-    spilled = [
-        f"{r.variant} ({r.metrics['spill_bytes']} bytes)"
-        for r in records
-        if r.metrics.get("spill_bytes")
-    ]
-    return [f"Spilled registers: {', '.join(spilled) or 'none'}."]
+    spilling = [record for record in records if record.metrics.get("spill_bytes")]
+    named = [f"{record.variant} ({record.metrics['spill_bytes']} bytes)" for record in spilling]
+    return [f"Spilled registers: {', '.join(named) or 'none'}."]
 
 
 headline = headline_from("compiled for compute capability {capability}, triton {triton}")
@@ -202,14 +218,15 @@ VIEW = View(
         Column("metrics.status", "status"),
     ],
     headline=headline,
-    reading="Registers and spilled bytes are a thread's, shared memory a program's. A multiprocessor has 65,536 "
-    "registers: two programs of 128 threads at 255 each, or all warps that have places at 32. A kernel that "
-    "waits for memory wants many warps; one that multiplies by wgmma wants large tiles, and lives with few. "
-    "Spilled registers are written to memory and read back. In the PTX look for ld.global.v4 (16 bytes by each "
-    "thread), cp.async (loads that go to shared memory without registers), cp.async.bulk.tensor (the same by "
-    "one thread for a whole tile) and wgmma (a warpgroup's matmul out of shared memory). Lines of TTIR are "
-    "counted before anything is unrolled, of SASS after: their ratio is what a block of a kernel becomes for "
-    "one thread.",
+    reading="Registers and spilled bytes are a thread's, shared memory a program's. A "
+    "multiprocessor has 65,536 registers: two programs of 128 threads at 255 each, or all warps "
+    "that have places at 32. A kernel that waits for memory wants many warps; one that multiplies "
+    "by wgmma wants large tiles, and lives with few. Spilled registers are written to memory and "
+    "read back. In the PTX look for ld.global.v4 (16 bytes by each thread), cp.async (loads that "
+    "go to shared memory without registers), cp.async.bulk.tensor (the same by one thread for a "
+    "whole tile) and wgmma (a warpgroup's matmul out of shared memory). Lines of TTIR are counted "
+    "before anything is unrolled, of SASS after: their ratio is what a block of a kernel becomes "
+    "for one thread.",
     terminal=(
         "registers",
         "spill_bytes",
@@ -222,8 +239,9 @@ VIEW = View(
         "sass_lines",
     ),
     findings=findings,
-    prediction="`per SM` is predicted by `theory.gpu.occupancy`; registers are the assembler's own report.",
+    prediction="`per SM` is predicted by `theory.gpu.occupancy`; registers are the assembler's own "
+    "report.",
 )
 EXPERIMENT = Experiment(
-    Config, measure, VIEW, presets={"smoke": {"kernels": ("rope",)}}, ranks="none"
+    IrConfig, measure, VIEW, presets={"smoke": {"kernels": ("rope",)}}, ranks="none"
 )

@@ -12,7 +12,7 @@ from experiments._attention import Shape, inputs
 from experiments.lessons import _lesson_attention as lesson
 from experiments.lessons import attention_steps, gpu_lessons, ir
 from experiments.lessons._lesson_kernels import reread_kernel
-from experiments.lessons.gpu_lessons.forms import FORMS
+from experiments.lessons.gpu_lessons.kernel_forms import FORMS
 from kernels import _dispatch
 from tests.commands import ROOT, python
 from tests.experiments.frame import measured
@@ -142,7 +142,7 @@ def test_a_form_that_is_wrong_or_changes_is_called_so(tmp_path, monkeypatch):
 @ON_CPU
 def test_levels_of_memory_are_slower_by_what_documents_say(tmp_path, monkeypatch):
     """Registers read 512 bytes per SM and clock, shared memory 64 beside as many written; no document has H100's L2."""
-    monkeypatch.setattr(gpu_lessons.bench, "lookup", lambda name: H100_SXM)
+    monkeypatch.setattr(gpu_lessons.lesson_bench, "lookup", lambda name: H100_SXM)
     rows = [r.metrics for r in measured(gpu_lessons.EXPERIMENT, tmp_path, parts=("levels",))]
     assert [m["predicted_factor"] for m in rows] == [
         1,

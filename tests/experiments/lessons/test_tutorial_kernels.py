@@ -43,7 +43,7 @@ def test_ours_merges_blocks_of_long_rows_by_count_and_maximum(cols):
 
 @pytest.mark.gpu
 def test_the_errors_show_in_compiled_kernels(tmp_path):
-    config, context = tutorial_kernels.Config(), lone_context("cuda")
+    config, context = tutorial_kernels.TutorialKernelsConfig(), lone_context("cuda")
     run = EXPERIMENT.open(config, context, tmp_path)
     tutorial_kernels.measure(config, context, run)
     assert EXPERIMENT.finish(run, json_only=True) == 0

@@ -17,8 +17,14 @@ LLAMA = {
     "recompute": "selective",
     "attention": "flash",
 }
-KNOWN = "Llama 3.1 8B, context 8,192, local batch 2, selective recomputation (op), FSDP2 in bf16, Grand Teton"
-ASSUMED = "FlashAttention-2 (torch of that time preferred it), fp32 reduction, memory is the allocator's reserved"
+KNOWN = (
+    "Llama 3.1 8B, context 8,192, local batch 2, selective recomputation (op), FSDP2 in bf16, "
+    "Grand Teton"
+)
+ASSUMED = (
+    "FlashAttention-2 (torch of that time preferred it), fp32 reduction, memory is the allocator's "
+    "reserved"
+)
 OLD_NORM = "; RMSNorm in separate operators"
 
 
@@ -31,10 +37,24 @@ def _llama(
     rate: int,
     gib: float,
     why: str,
-):
-    assumed = ASSUMED + (
-        OLD_NORM if kernels == "composite" else "" if compiled else "; a fused RMSNorm"
-    )
+) -> dict[str, Any]:
+    """Return a run of torchtitan's Llama 3.1 8B.
+
+    Args:
+        name: name of the row.
+        source: publication.
+        gpus: number of GPUs.
+        compiled: True if blocks were compiled.
+        kernels: "composite" if RMSNorm ran in separate operators.
+        rate: published tokens per second and GPU.
+        gib: GiB that the allocator had reserved.
+        why: reason for what the prediction misses.
+    """
+    assumed = ASSUMED
+    if kernels == "composite":
+        assumed += OLD_NORM
+    elif not compiled:
+        assumed += "; a fused RMSNorm"
     published = {"tokens_per_s_per_gpu": rate, "memory_gib": gib, "memory_is": "reserved"}
     return LLAMA | {
         "name": name,
@@ -69,37 +89,78 @@ def _gpt3(gpus: int, batch: int, teraflops: float, why: int) -> dict[str, Any]:
         "recompute": "full",
         "attention": "flash",
         "source": "Narayanan et al. 2021, Efficient Large-Scale Language Model Training, table 2",
-        "known": f"174.6 B, context 2,048, batch 1,536, micro-batch {batch}, {teraflops:g} TFLOP/s by its formula",
-        "assumed": "full recomputation, attention that keeps no scores, fp32 reduction; SwiGLU of equal FLOPs for GeLU",
+        "known": f"174.6 B, context 2,048, batch 1,536, micro-batch {batch}, {teraflops:g} TFLOP/s "
+        "by its formula",
+        "assumed": "full recomputation, attention that keeps no scores, fp32 reduction; SwiGLU of "
+        "equal FLOPs for GeLU",
         "published": {"step_ms": 1e3 * flops / gpus / teraflops / 1e12},
-        "why": f"Less the predicted compute, the published step leaves {why} GB/s per host to the 1.05 TB that ZeRO-3 "
-        "sends, were none of it hidden: one or two of the eight cards. The prediction assumes rings through all of "
-        "them (158 GB/s) behind compute",
+        "why": f"Less the predicted compute, the published step leaves {why} GB/s per host to the "
+        "1.05 TB that ZeRO-3 sends, were none of it hidden: one or two of the eight cards. The "
+        "prediction assumes rings through all of them (158 GB/s) behind compute",
     }
 
 
 PUBLISHED: list[dict[str, Any]] = [
-    _llama("Llama 3.1 8B, 8 GPUs", TORCHTITAN, 8, False, "composite", 5762, 82.4, POWER),
-    _llama("Llama 3.1 8B, 8 GPUs, compiled", TORCHTITAN, 8, True, None, 6667, 77.0, POWER),
-    _llama("Llama 3.1 8B, 8 GPUs, paper", PAPER, 8, False, None, 6258, 81.9, POWER),
+    _llama(
+        "Llama 3.1 8B, 8 GPUs",
+        source=TORCHTITAN,
+        gpus=8,
+        compiled=False,
+        kernels="composite",
+        rate=5762,
+        gib=82.4,
+        why=POWER,
+    ),
+    _llama(
+        "Llama 3.1 8B, 8 GPUs, compiled",
+        source=TORCHTITAN,
+        gpus=8,
+        compiled=True,
+        kernels=None,
+        rate=6667,
+        gib=77.0,
+        why=POWER,
+    ),
+    _llama(
+        "Llama 3.1 8B, 8 GPUs, paper",
+        source=PAPER,
+        gpus=8,
+        compiled=False,
+        kernels=None,
+        rate=6258,
+        gib=81.9,
+        why=POWER,
+    ),
     _llama(
         "Llama 3.1 8B, 128 GPUs, paper",
-        PAPER,
-        128,
-        False,
-        None,
-        5645,
-        67.0,
-        "10 % slower than its row of 8 GPUs: "
+        source=PAPER,
+        gpus=128,
+        compiled=False,
+        kernels=None,
+        rate=5645,
+        gib=67.0,
+        why="10 % slower than its row of 8 GPUs: "
         "jitter of 128 GPUs, and eager kernels that wait for the host, are not in the closed form",
     ),
-    _llama("Llama 3.1 8B, 128 GPUs, compiled, paper", PAPER, 128, True, None, 6482, 62.1, POWER),
-    *(_gpt3(*row) for row in ((384, 4, 144, 42), (768, 2, 88, 28), (1536, 1, 44, 20))),
+    _llama(
+        "Llama 3.1 8B, 128 GPUs, compiled, paper",
+        source=PAPER,
+        gpus=128,
+        compiled=True,
+        kernels=None,
+        rate=6482,
+        gib=62.1,
+        why=POWER,
+    ),
+    _gpt3(gpus=384, batch=4, teraflops=144, why=42),
+    _gpt3(gpus=768, batch=2, teraflops=88, why=28),
+    _gpt3(gpus=1536, batch=1, teraflops=44, why=20),
 ]
 
 SHARED = (
-    "Less all else that is predicted, {} s of messages too, the published step leaves attention {} times its "
-    "predicted time, which with one and two GPUs to a sequence is 1.05 times: the source gives no cause"
+    "Less all else that is predicted, {} s of messages too, the published step leaves attention {} "
+    "times its predicted time, which with one and two GPUs to a sequence is 1.05 times: the source "
+    "gives no cause"
 )
 
 
@@ -119,23 +180,28 @@ def _long(context_ranks: int, rate: int, gib: float, why: str = "") -> dict[str,
         "recompute": "full",
         "compiled": True,
         "layout": f"cp{context_ranks}" if context_ranks > 1 else "",
-        "known": f"{fsdp}, context {context:,}, local batch 1, full recomputation, compiled, Float8 linear layers",
-        "assumed": f"matmuls in bf16 (Float8 is not in the closed form), keys and values gathered; {ASSUMED}",
+        "known": f"{fsdp}, context {context:,}, local batch 1, full recomputation, compiled, "
+        "Float8 linear layers",
+        "assumed": "matmuls in bf16 (Float8 is not in the closed form), keys and values gathered; "
+        f"{ASSUMED}",
         "published": {"tokens_per_s_per_gpu": rate, "memory_gib": gib, "memory_is": "reserved"},
         "why": why,
     }
 
 
 PUBLISHED += [
-    _long(1, 3890, 83.9), _long(2, 2540, 84.2), _long(4, 1071, 84.0, SHARED.format(0.3, 1.6)),
-    _long(8, 548, 84.5, SHARED.format(0.5, 1.7)),
-]  # fmt: skip
+    _long(1, rate=3890, gib=83.9),
+    _long(2, rate=2540, gib=84.2),
+    _long(4, rate=1071, gib=84.0, why=SHARED.format(0.3, 1.6)),
+    _long(8, rate=548, gib=84.5, why=SHARED.format(0.5, 1.7)),
+]
 
 UNCOVERED = (
-    "Tensor parallelism's messages, which AsyncTP covers in part, are {} s of the step, and matmuls count in bf16 where"
-    " Float8 ran: without the former it is {:+} %. Interleaved is predicted 1.43 times as fast as 1F1B, and 1.28 were "
-    "published: with as many micro-batches in both (the source does not say) it would be 1.17. Memory lacks what "
-    "torchtitan keeps unsharded between the micro-batches of a pipeline, 12 GiB of parameters"
+    "Tensor parallelism's messages, which AsyncTP covers in part, are {} s of the step, and "
+    "matmuls count in bf16 where Float8 ran: without the former it is {:+} %. Interleaved is "
+    "predicted 1.43 times as fast as 1F1B, and 1.28 were published: with as many micro-batches in "
+    "both (the source does not say) it would be 1.17. Memory lacks what torchtitan keeps unsharded "
+    "between the micro-batches of a pipeline, 12 GiB of parameters"
 )
 
 
@@ -159,17 +225,21 @@ def _pipelined(
         "recompute": "full",
         "compiled": True,
         "attention": "flash",
-        "known": "FSDP 8, TP 8, PP 8, context 8,192, local batch 32, full recomputation, compiled, Float8, AsyncTP",
-        "assumed": f"{len(stages)} micro-batches, torchtitan's default, and its cut of the blocks; matmuls in bf16 and "
-        f"nothing beside tensor parallelism's messages (no Float8, no AsyncTP in the closed form); {ASSUMED}",
+        "known": "FSDP 8, TP 8, PP 8, context 8,192, local batch 32, full recomputation, compiled, "
+        "Float8, AsyncTP",
+        "assumed": f"{len(stages)} micro-batches, torchtitan's default, and its cut of the blocks; "
+        "matmuls in bf16 and nothing beside tensor parallelism's messages (no Float8, no AsyncTP "
+        f"in the closed form); {ASSUMED}",
         "published": {"tokens_per_s_per_gpu": rate, "memory_gib": gib, "memory_is": "reserved"},
         "why": why,
     }
 
 
 PUBLISHED += [
-    _pipelined("pp8", (15, *[16] * 6, 15), 100, 82.5, UNCOVERED.format(12, 26)),
-    _pipelined("pp8-interleaved", (7, *[8] * 14, 7), 128, 72.7, UNCOVERED.format(8, 15)),
+    _pipelined("pp8", stages=(15, *[16] * 6, 15), rate=100, gib=82.5, why=UNCOVERED.format(12, 26)),
+    _pipelined(
+        "pp8-interleaved", stages=(7, *[8] * 14, 7), rate=128, gib=72.7, why=UNCOVERED.format(8, 15)
+    ),
 ]
 
 # Rajbhandari et al. 2020, ZeRO, figure 1: 7.5 B parameters on 64 GPUs, K = 12; model states, GB of
@@ -238,6 +308,7 @@ PUBLISHED += [
         "name": "3.4 B, ZeRO-1 with Muon, exchanged, 2 H100",
         "optimizer": "muon",
         "published": {"step_ms": 4314.3, "memory_gib": 47.3, "memory_is": "allocated"},
-        "why": "orthogonalising runs at 400 TFLOP/s, and is predicted at the rate of larger matmuls",
+        "why": "orthogonalising runs at 400 TFLOP/s, and is predicted at the rate of larger "
+        "matmuls",
     },
 ]

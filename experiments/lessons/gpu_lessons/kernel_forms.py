@@ -12,16 +12,16 @@ from kernels import rmsnorm
 from kernels._dispatch import forced, interpreted, launch
 from kernels._rows import Launch, sum_columns
 
-from .bench import Bench
+from .lesson_bench import Bench
 
 
 def size(gpu: int, small: int) -> int:
-    """A length, small where kernels are interpreted."""
+    """Return the length for a GPU, or a small one where kernels are interpreted."""
     return small if interpreted() else gpu
 
 
 def normal(bench: Bench, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Random values."""
+    """Return random values, in the bench's dtype unless another is given."""
     return torch.randn(shape, device=bench.device).to(dtype or bench.dtype)
 
 
@@ -45,16 +45,22 @@ def sums(bench: Bench) -> None:
         )
         return out
 
-    bench.form(
-        "sums",
-        "rows, two launches",
-        lambda: sum_columns(added(out, False)[None], torch.float32)[0],
-        exact,
-    )
-    bench.form("sums", "rows, atomic", lambda: added(out[0].zero_(), True), exact)
-    bench.form("sums", "rows, torch", lambda: x.sum(0, dtype=torch.float32), exact)
-    bench.form("sums", "everything, two launches", lambda: added(out, False).sum(), exact.sum())
-    bench.form("sums", "everything, torch", lambda: x.sum(dtype=torch.float32), exact.sum())
+    def rows_by_two_launches() -> Tensor:
+        return sum_columns(added(out, False)[None], torch.float32)[0]
+
+    def rows_by_atomics() -> Tensor:
+        return added(out[0].zero_(), True)
+
+    def everything_by_two_launches() -> Tensor:
+        return added(out, False).sum()
+
+    torch_rows = partial(torch.sum, x, 0, dtype=torch.float32)
+    torch_everything = partial(torch.sum, x, dtype=torch.float32)
+    bench.form("sums", "rows, two launches", rows_by_two_launches, exact)
+    bench.form("sums", "rows, atomic", rows_by_atomics, exact)
+    bench.form("sums", "rows, torch", torch_rows, exact)
+    bench.form("sums", "everything, two launches", everything_by_two_launches, exact.sum())
+    bench.form("sums", "everything, torch", torch_everything, exact.sum())
 
 
 def variance(bench: Bench) -> None:
@@ -69,11 +75,11 @@ def variance(bench: Bench) -> None:
 
     for form, factor in (("two passes", 1.0), ("Welford", 0.5), ("squares", 0.5)):
         bench.form("variance", form, partial(computed, form), exact, factor)
-    bench.form("variance", "torch", lambda: x.var(1, correction=0), exact)
+    bench.form("variance", "torch", partial(torch.var, x, 1, correction=0), exact)
 
 
 def programs(bench: Bench) -> None:
-    """Softmax of short rows."""
+    """Compare softmax of short rows by a program per row, and by programs that take turns."""
     rows, cols = size(65536, 8), size(1024, 64)
     x = normal(bench, rows, cols, dtype=torch.float32)
     y, exact = torch.empty_like(x), x.double().softmax(1)
@@ -99,10 +105,8 @@ def prologue(bench: Bench, name: str, f: Callable[[Tensor], Tensor]) -> None:
     """
     rows, depth, cols, side = size(8192, 64), size(2048, 64), size(8192, 64), size(128, 32)
     x, w = normal(bench, rows, depth), normal(bench, depth, cols)
-    y, exact = (
-        torch.empty(rows, cols, device=bench.device, dtype=bench.dtype),
-        f(x.double()) @ w.double(),
-    )
+    y = torch.empty(rows, cols, device=bench.device, dtype=bench.dtype)
+    exact = f(x.double()) @ w.double()
 
     def multiplied(x: Tensor, form: str) -> Tensor:
         launch(
@@ -122,24 +126,29 @@ def prologue(bench: Bench, name: str, f: Callable[[Tensor], Tensor]) -> None:
         )
         return y
 
-    bench.form(f"{name}-prologue", "stored", lambda: multiplied(f(x), "none"), exact)
-    bench.form(f"{name}-prologue", "computed again", lambda: multiplied(x, name), exact)
+    def stored() -> Tensor:
+        return multiplied(f(x), "none")
+
+    bench.form(f"{name}-prologue", "stored", stored, exact)
+    bench.form(f"{name}-prologue", "computed again", partial(multiplied, x, name), exact)
 
 
 def saved(bench: Bench) -> None:
-    """Forward and backward of GeLU(x / 2): x is there in any case, and x / 2 need not be."""
-    x, dy = (normal(bench, size(2**26, 4096)) for _ in range(2))
-    h, y, dx = (torch.empty_like(x) for _ in range(3))
+    """Compare forward and backward of GeLU(x / 2): x is kept in any case, x / 2 need not be."""
+    count = size(2**26, 4096)
+    x = normal(bench, count)
+    dy = normal(bench, count)
+    h, y, dx = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
     wide = x.double().requires_grad_()
     (exact,) = torch.autograd.grad(F.gelu(0.5 * wide, approximate="tanh"), wide, dy.double())
 
+    grid = (count // 1024,)
+
     def computed(stored: bool) -> Tensor:
-        launch(
-            kernels.gelu_forward_kernel, (len(x) // 1024,), x, h, y, 0.5, STORED=stored, BLOCK=1024
-        )
+        launch(kernels.gelu_forward_kernel, grid, x, h, y, 0.5, STORED=stored, BLOCK=1024)
         launch(
             kernels.gelu_backward_kernel,
-            (len(x) // 1024,),
+            grid,
             dy,
             x,
             h,
@@ -150,12 +159,12 @@ def saved(bench: Bench) -> None:
         )
         return dx
 
-    bench.form("saved", "stored", lambda: computed(True), exact, 1.0)
-    bench.form("saved", "computed again", lambda: computed(False), exact, 5 / 6)
+    bench.form("saved", "stored", partial(computed, True), exact, 1.0)
+    bench.form("saved", "computed again", partial(computed, False), exact, 5 / 6)
 
 
 def warps(bench: Bench) -> None:
-    """A row is kept in the registers of one program, and spilled where these are too few."""
+    """Compare numbers of warps that keep a long row in registers, and spill it if too few."""
     x, w = normal(bench, size(4096, 4), size(16384, 64)), normal(bench, size(16384, 64))
     exact = F.rms_norm(x.double(), w.shape, w.double(), 1e-5)
 

@@ -1,4 +1,8 @@
-"""Timing of each mode of a combination, with a check of each row."""
+"""Times of each mode of a combination: inference, forward, forward and backward, step.
+
+`timed` is called by the experiment; `time_mode` times one mode and checks its clock, its work and
+its speed. `verdict` compares a row's gradients with the tolerance.
+"""
 
 import gc
 import itertools
@@ -37,7 +41,7 @@ from distlab.train.memory_budget import shortage
 from .trials import BenchmarkConfig, TrialConfig, opened
 
 OOM = "OOM"
-# in units of a forward's FLOPs
+# FLOPs of a mode, in units of a forward's
 PASSES = {"inference": 1, "forward": 1, "forward_backward": 3, "step": 3}
 # relative error of all gradients; seen: 1e-6, 2e-2, 3e-3
 TOLERANCE = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.05}
@@ -49,9 +53,9 @@ def timed(
     context: RankContext,
     progress: Callable[[str], None],
 ) -> dict[tuple[str, int], Metrics]:
-    """Metrics by mode and warm-up of one combination; what fails has its status alone."""
+    """Return metrics of one combination by mode and warm-up. A failed one has only its status."""
     modes = [mode for mode in MODES if mode in config.modes]
-    found = {}  # mode → its metrics, or their status
+    found = {}  # mode → its rows by warm-up, or their status
 
     def every_mode() -> Metrics:
         with opened(context, trial) as ready:
@@ -61,22 +65,27 @@ def timed(
                 label = f"{config.label(trial) or trial.factory or trial.size}: {mode}"
                 progress(label)
                 pace = Pace(max(config.warmups) + config.repeats, label, progress)
-                found[mode] = agreed(
-                    lambda mode=mode, pace=pace: {"rows": time_mode(ready, mode, config, pace)},
-                    context,
-                )
+                found[mode] = agreed(partial(_rows_of, ready, mode, config, pace), context)
         return {}
 
-    for mode in modes if config.factory is None else ():
-        if shortage(trial.planned(trial.strategy, mode), context.device, context) is not None:
-            found[mode] = {"status": OOM}
+    if config.factory is None:  # the memory of a user's model is not planned
+        for mode in modes:
+            planned = trial.planned(trial.strategy, mode)
+            if shortage(planned, context.device, context) is not None:
+                found[mode] = {"status": OOM}
+    # the status of modes that are never reached, because the trial itself cannot be built
     failure = {} if len(found) == len(modes) else agreed(every_mode, context)
     rows = {}
     for mode, warmup in itertools.product(modes, config.warmups):
-        of_mode = found.get(mode, failure)
-        measured = of_mode.get("rows", of_mode["status"])
+        result = found.get(mode, failure)
+        measured = result.get("rows", result["status"])
         rows[mode, warmup] = {"status": measured} if isinstance(measured, str) else measured[warmup]
     return rows
+
+
+def _rows_of(trial: Trial, mode: str, config: BenchmarkConfig, pace: Callable[[], None]) -> Metrics:
+    """Return `time_mode` as metrics."""
+    return {"rows": time_mode(trial, mode, config, pace)}
 
 
 def agreed(measure: Callable[[], Metrics], context: RankContext) -> Metrics:
@@ -87,7 +96,7 @@ def agreed(measure: Callable[[], Metrics], context: RankContext) -> Metrics:
         for status in collectives.gather_objects(found["status"], context.group)
         if status != "ok"
     ]
-    if failed:  # what lay on the way to the failure must not make the next combination fail
+    if failed:  # memory that the failed call left behind must not fail the next combination
         gc.collect()
         if context.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -98,7 +107,7 @@ def verdict(checked: Metrics, trial: TrialConfig) -> str:
     """Return `ok`, or why the row is not valid."""
     if checked["status"] != "ok":
         return f"unchecked ({checked['status']})"
-    # which has no plainer form to be held against; ddp_bench checks its gradients
+    # A user's model has no plainer form to be compared with. ddp_bench checks its gradients.
     if trial.factory is not None:
         return "ok"
     if not checked["grad_rel_error"] <= TOLERANCE[trial.dtype]:
@@ -110,7 +119,7 @@ def time_mode(
     trial: Trial,
     mode: str,
     config: BenchmarkConfig,
-    pace: Callable[[], None] = lambda: None,
+    pace: Callable[[], None],
 ) -> dict[int, Metrics] | str:
     """Return metrics of one mode by number of warm-up calls.
 
@@ -142,7 +151,7 @@ def time_mode(
             stack.enter_context(torch.cuda.nvtx.range(mode))
             stack.enter_context(named_ranges(trial.model, emitter("nvtx"), trial.optimizer))
         dist.barrier(context.group)
-        first = agreed(lambda: call(1), context)
+        first = agreed(partial(call, 1), context)
         if first["status"] != "ok":
             return first["status"]
         wall_ms = first["wall_ms"] + call(max(config.warmups) + config.repeats - 1)["wall_ms"]
@@ -154,17 +163,17 @@ def time_mode(
     compiled = trial.compiled_calls(mode) if trial.options.compile != "off" else None
     # From here on nothing is communicated, so a rank may raise.
     covered = check_clock([sample["step"] for sample in samples], wall_ms, context.device)
-    there = mode in ("forward_backward", "step")
-    check_work(trial.last_loss, trial.model.gradients().every() if there else None)
+    has_gradients = mode in ("forward_backward", "step")
+    check_work(trial.last_loss, trial.model.gradients().every() if has_gradients else None)
     shared = {"peak_alloc_bytes": int(peak) or None, "clock_covered_pct": 100 * covered}
     rows = {
         warmup: _metrics(trial, mode, phases, warmup, config.repeats) | shared
         for warmup in config.warmups
     }
-    for row in rows.values() if busy is not None else ():
-        row["gpu_idle_pct"] = 100 * max(0.0, 1 - busy / row["step_p50_ms"])
-    if compiled is not None:
-        for row in rows.values():
+    for row in rows.values():
+        if busy is not None:
+            row["gpu_idle_pct"] = 100 * max(0.0, 1 - busy / row["step_p50_ms"])
+        if compiled is not None:
             row.update(compiled.metrics())
             if row["ran_eager"]:
                 row["status"] = f"ran eager ({compiled.calls} of {compiled.parts} parts compiled)"
@@ -174,6 +183,7 @@ def time_mode(
 def _metrics(
     trial: Trial, mode: str, phases: dict[str, list[float]], warmup: int, repeats: int
 ) -> Metrics:
+    """Return metrics of the calls after `warmup` calls, from all durations of each phase."""
     kept = {name: times[warmup : warmup + repeats] for name, times in phases.items()}
     step = kept["step"]
     found = {"status": "ok", "first_ms": step[0]}
@@ -182,22 +192,23 @@ def _metrics(
     for phase in PHASES:
         found[f"{phase}_p50_ms"] = percentiles(kept[phase])["p50"] if phase in kept else None
     found["step_samples_ms"] = step
-    peak, p50 = peak_of(trial.context.device, trial.options.dtype), found["step_p50_ms"]
+    p50 = found["step_p50_ms"]
+    examples_per_s = trial.options.batch * trial.context.world_size / (p50 / 1e3)
     if trial.options.factory is not None:
-        found["examples_per_s"] = trial.options.batch * trial.context.world_size / (p50 / 1e3)
+        found["examples_per_s"] = examples_per_s
         return found
+    peak = peak_of(trial.context.device, trial.options.dtype)
     # The guard counts the least that must be done: a causal kernel may skip half of the scores.
     check_speed(step_flops(trial.options, mode, causal=True), min(step), peak)
     flops = step_flops(trial.options, mode)
     found["tflops_per_s"] = flops / p50 / 1e9
     share = mfu(flops, p50 / 1e3, peak)
     found["mfu_pct"] = None if share is None else 100 * share
-    found["tokens_per_s"] = (
-        trial.options.batch * trial.shape.context_length * trial.context.world_size
-    ) / (p50 / 1e3)
+    found["tokens_per_s"] = trial.shape.context_length * examples_per_s
     return found
 
 
 def step_flops(config: TrialConfig, mode: str, causal: bool = False) -> int:
-    """FLOPs of one call on one rank, without what checkpointing recomputes."""
-    return forward_flops(**config.model().sizes(config.batch), causal=causal).total * PASSES[mode]
+    """Return the FLOPs of one call on one rank, without what checkpointing recomputes."""
+    sizes = config.model().sizes(config.batch)
+    return forward_flops(**sizes, causal=causal).total * PASSES[mode]

@@ -19,11 +19,26 @@ from distlab.measure import (
     saved_for_backward,
 )
 from distlab.report import environment, memory_areas, prediction_error, text_column
-from distlab.theory.memory.activations import PRECISIONS, block_activations, inference_temporary
+from distlab.theory.memory.activations import (
+    PRECISIONS,
+    Precision,
+    block_activations,
+    inference_temporary,
+)
 from distlab.theory.model_shape import ModelShape
 from distlab.train.step import compiled
 
-from .trials import Rows, TrialConfig, described, headline, mib_column, ms_column, opened, prefix
+from .trials import (
+    Rows,
+    TrialConfig,
+    described,
+    headline,
+    label_of,
+    mib_column,
+    ms_column,
+    opened,
+    prefix,
+)
 
 MEMORY = "model_memory"
 SCOPES = {"inference": "forward only", "step": "full step"}
@@ -49,7 +64,8 @@ def memory(context: RankContext, config: TrialConfig, folder: Path, slug: str) -
         if mode == "inference":
             timeline = replace(timeline, phases={"forward": timeline.phases["forward"]})
         where = described([asdict(config) | config.facts(context)], environment(device))
-        picture = folder / f"memory_{slug}{'_forward' * (mode == 'inference')}.png"
+        ending = "_forward" if mode == "inference" else ""
+        picture = folder / f"memory_{slug}{ending}.png"
         memory_areas(
             picture, timeline, title=f"Memory over one {scope.replace('only', 'alone')}: {where}"
         )
@@ -63,35 +79,31 @@ def memory(context: RankContext, config: TrialConfig, folder: Path, slug: str) -
             "scope": scope,
             "predicted_timeline_peak_bytes": predicted_peak(config, context, mode),
         }
-        rows += [
-            (
-                block.origin,
-                {
-                    "block_bytes": block.bytes,
-                    "of_peak_pct": 100 * block.bytes / total,
-                    "category": block.category,
-                    "phase": block.phase,
-                    "from_ms": block.start_ms,
-                    "to_ms": block.end_ms,
-                }
-                | shared,
-            )
-            for block in timeline.largest(8)
-        ]
+        for block in timeline.largest(8):
+            metrics = {
+                "block_bytes": block.bytes,
+                "of_peak_pct": 100 * block.bytes / total,
+                "category": block.category,
+                "phase": block.phase,
+                "from_ms": block.start_ms,
+                "to_ms": block.end_ms,
+            }
+            rows.append((block.origin, metrics | shared))
     return {MEMORY: rows}
 
 
 def over_time(trial: Trial, mode: str) -> memory_timeline.MemoryTimeline | None:
-    """Memory over one settled call of the main rank; the others go along, and get None."""
+    """Record memory over one call in the steady state. Only the main rank gets the timeline.
+
+    Call it on every rank.
+    """
     trial.model.zero_grad(set_to_none=True)
     trial.optimizer.zero_grad(set_to_none=True)
     trial.last_loss = None
     if not trial.context.is_main:
-        return trial(mode)
-    device, named = (
-        trial.context.device,
-        named_ranges(trial.model, emitter("profiler"), trial.optimizer),
-    )
+        return trial(mode)  # None
+    device = trial.context.device
+    named = named_ranges(trial.model, emitter("profiler"), trial.optimizer)
     with tempfile.TemporaryDirectory(prefix="distlab-memory-") as temporary, named:
         path = Path(temporary) / "trace.json"
         held = memory_timeline.record_memory(
@@ -122,26 +134,29 @@ def predicted_peak(config: TrialConfig, context: RankContext, mode: str) -> int 
     if mode == "forward_backward":
         moments = [moment for phase, moment in expected.moments if phase != "optimizer step"]
         return max(moment.total - moment.optimizer_state for moment in moments)
-    model, precision = (
-        config.model(),
-        PRECISIONS["fp32" if config.dtype == "fp32" else "bf16-autocast"],
-    )
-    sizes = config.batch, model.context_length, precision, model.attention
-    shape, held = ModelShape.of(model), expected.after_init.total + expected.before_step.temporary
-    # autocast keeps them there; see `ops.linear`
+    model, precision = config.model(), _precision_of(config)
+    shape = ModelShape.of(model)
+    held = expected.after_init.total + expected.before_step.temporary
+    # On a CPU autocast keeps the copies of the matrices; see `ops.linear`.
     if context.device.type == "cpu" and precision.copies_weights:
         held += precision.compute * (
             shape.num_layers * shape.block_matrices + shape.embedding_parameters
         )
-    return held + inference_temporary(shape, *sizes)
+    return held + inference_temporary(
+        shape, config.batch, model.context_length, precision, model.attention
+    )
+
+
+def _precision_of(config: TrialConfig) -> Precision:
+    """Return how the closed form counts a trial's dtype."""
+    return PRECISIONS["fp32" if config.dtype == "fp32" else "bf16-autocast"]
 
 
 def memory_findings(records: Records) -> list[str]:
     """List the memory held at each peak by category, the allocator's count, and the prediction."""
     lines = []
-    for (label, scope), m in {
-        (r.config["label"], r.metrics["scope"]): r.metrics for r in records
-    }.items():
+    peaks = {(label_of(record), record.metrics["scope"]): record.metrics for record in records}
+    for (label, scope), m in peaks.items():
         held = {
             name: m[f"at_peak_{name.replace(' ', '_')}_bytes"]
             for name in memory_timeline.CATEGORIES
@@ -159,7 +174,8 @@ def memory_findings(records: Records) -> list[str]:
 
 MEMORY_VIEW = View(
     name=MEMORY,
-    question="What holds the memory at the peak of a step and of its forward alone, and where was it allocated?",
+    question="What holds the memory at the peak of a step and of its forward alone, and where was "
+    "it allocated?",
     columns=[
         text_column("metrics.scope", "over"),
         Column("variant", "allocated by"),
@@ -173,18 +189,17 @@ MEMORY_VIEW = View(
     headline=headline,
     findings=memory_findings,
     reading="The largest blocks at the peak. The origin is the named part of the model and the "
-    "operator that allocated the block. Activations are what forward leaves for backward; temporary blocks live within "
-    "a phase, or are made in backward; before is memory that existed at the start and is neither parameter nor state.",
-    prediction="The closed form of distlab.theory.memory for an eager step, and for a forward without gradients.",
+    "operator that allocated the block. Activations are what forward leaves for backward; "
+    "temporary blocks live within a phase, or are made in backward; before is memory that existed "
+    "at the start and is neither parameter nor state.",
+    prediction="The closed form of distlab.theory.memory for an eager step, and for a forward "
+    "without gradients.",
 )
 
 
 SAVED = "model_saved"
-FORMS = {  # how the blocks are run, and with which operations
-    "eager": ("off", {"ops": "torch"}),
-    "compiled": ("blocks", {"ops": "torch"}),
-    "ours": ("off", {"ops": "triton"}),
-}
+# form of a block → how the blocks are compiled, and with which operations they run
+FORMS = {"eager": ("off", "torch"), "compiled": ("blocks", "torch"), "ours": ("off", "triton")}
 
 
 def saved(context: RankContext, trial: TrialConfig) -> dict[str, Rows]:
@@ -192,11 +207,13 @@ def saved(context: RankContext, trial: TrialConfig) -> dict[str, Rows]:
 
     The rows are all of it, and the largest tensors.
     """
+    if not context.is_main:
+        return {SAVED: []}
     rows = []
-    for form, (how, changes) in FORMS.items() if context.is_main else ():
+    for form, (how, ops) in FORMS.items():
+        config = replace(trial, compile="off", strategy="local", ops=ops)
         if form == "ours" and context.device.type == "cuda":
-            changes = changes | {"attention": "flash"}
-        config = replace(trial, compile="off", strategy="local", **changes)
+            config = replace(config, attention="flash")
         found = attempt(partial(_saved_in_block, context, config, how))
         if found["status"] != "ok":
             rows.append((f"{form}, all", found))
@@ -228,6 +245,7 @@ def saved(context: RankContext, trial: TrialConfig) -> dict[str, Rows]:
 
 
 def _saved_in_block(context: RankContext, config: TrialConfig, how: str) -> dict[str, Any]:
+    """Return the tensors that each block saves for backward, and the bytes of its gradients."""
     with opened(context, config) as trial:
         # On a CPU the saved tensors are chosen as by `inductor`, without waiting for its C++
         # compiler.
@@ -237,7 +255,7 @@ def _saved_in_block(context: RankContext, config: TrialConfig, how: str) -> dict
             "inductor" if context.device.type == "cuda" else "aot_eager_decomp_partition",
         )
         blocks = {f"blocks.{index}": block for index, block in enumerate(trial.module.blocks)}
-        trial.forward().backward()  # what is compiled is compiled, and gradients are there
+        trial.forward().backward()  # compiles, and makes the gradients
         return {
             "saved": saved_for_backward(trial.forward, trial.module, blocks),
             "gradients": gradient_bytes(blocks),
@@ -251,14 +269,14 @@ def predicted_saved(config: TrialConfig, *, fused: bool) -> int | None:
     """
     if config.checkpointing != "none":
         return None
-    model, precision = (
-        config.model(),
-        PRECISIONS["fp32" if config.dtype == "fp32" else "bf16-autocast"],
-    )
+    model, precision = config.model(), _precision_of(config)
     shape = ModelShape.of(model)
     kept = block_activations(shape, config.batch, model.context_length, precision, model.attention)
-    silu = precision.compute * config.batch * model.context_length * model.d_ff
-    return kept + precision.compute * precision.copies_weights * shape.block_matrices - fused * silu
+    if precision.copies_weights:
+        kept += precision.compute * shape.block_matrices
+    if fused:
+        kept -= precision.compute * config.batch * model.context_length * model.d_ff
+    return kept
 
 
 SAVED_VIEW = View(
@@ -279,8 +297,9 @@ SAVED_VIEW = View(
         text_column("metrics.status", "status"),
     ],
     headline=headline,
-    prediction="The closed form of distlab.theory.memory for eager blocks, with autocast's copies of matrices; "
-    "compiled and with our kernels without silu(w1 x), which backward computes again.",
-    reading="Tensors as they are handed to autograd, parameters left out, each storage once; the block is the one in "
-    "the middle. The operator that made a tensor is searched through views and casts.",
+    prediction="The closed form of distlab.theory.memory for eager blocks, with autocast's copies "
+    "of matrices; compiled and with our kernels without silu(w1 x), which backward computes again.",
+    reading="Tensors as they are handed to autograd, parameters left out, each storage once; the "
+    "block is the one in the middle. The operator that made a tensor is searched through views and "
+    "casts.",
 )

@@ -15,8 +15,8 @@ from kernels._compile import resources
 from kernels._dispatch import compile_only, interpreted, multiprocessors
 
 CHECKED_ROUNDS = 5  # after more of them every element is 2
-EXACT = 1e-5  # of an effect's kernel, in fp32
-# of a form's, over the largest value
+EXACT = 1e-5  # tolerance of an effect's kernel, in fp32
+# tolerance of a form, over the largest value
 ROUNDED = {torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
@@ -34,7 +34,7 @@ class Bench:
         self.sms = multiprocessors(self.device)
 
     def time(self, call: Callable[[], Any]) -> dict[str, float]:
-        """Percentiles of the device's time."""
+        """Return percentiles of the device's time of a call."""
         return device_percentiles(call, self.device, self.config.repeats)
 
     def effect(
@@ -49,10 +49,14 @@ class Bench:
         """Add a row of a hardware's effect.
 
         Args:
-            factor: predicted time over that of the part's first row; None where no document says.
-            call: launches the kernel for some rounds; None where this machine cannot.
-            error: the largest of the call's result after CHECKED_ROUNDS.
-            read_bytes: in each round; 0 where the rate does not matter.
+            part: name of the part, as in `PARTS`.
+            variant: name of the row.
+            factor: predicted time over that of the part's first row. None if no document says it.
+            call: function that launches the kernel for a number of rounds. None if this machine
+                cannot launch it.
+            error: function that returns the largest error of the call's result after
+                CHECKED_ROUNDS.
+            read_bytes: bytes read in each round. 0 if the rate does not matter.
         """
 
         def measured() -> dict[str, Any]:
@@ -75,6 +79,8 @@ class Bench:
         """Add a row of one way to compute something.
 
         Args:
+            part: name of the part, as in `PARTS`.
+            variant: name of the row.
             call: function that computes the result anew each time.
             exact: result in float64.
             factor: ratio of the bytes or multiplications to those of the part's first row. None if
@@ -85,23 +91,20 @@ class Bench:
             result = call().clone()
             error = (result.double() - exact).abs().max() / exact.abs().max()
             metrics = checked(error.item(), ROUNDED[result.dtype])
-            metrics["same_bits"] = (
-                "yes" if all(torch.equal(result, call()) for _ in range(3)) else "no"
-            )
+            repeated = [torch.equal(result, call()) for _ in range(3)]
+            metrics["same_bits"] = "yes" if all(repeated) else "no"
             if self.spec:
                 with compile_only() as compiled:
                     call()
                 used = [resources(kernel) for kernel in compiled]
-                metrics |= {
-                    name: max(each[name] for each in used)
-                    for name in ("registers", "spill_bytes")
-                    if used
-                }
+                if used:  # torch's own forms launch no kernel of Triton
+                    metrics["registers"] = max(each["registers"] for each in used)
+                    metrics["spill_bytes"] = max(each["spill_bytes"] for each in used)
             return metrics | self.time(call)
 
         self.run.add(variant, {"predicted_factor": factor} | attempt(measured), part=part)
 
 
 def checked(error: float, tolerance: float) -> dict[str, Any]:
-    """An error, and what it says of the row."""
+    """Return the error, and as the row's status whether it is within the tolerance."""
     return {"error": error, "status": "ok" if error <= tolerance else "WRONG"}
