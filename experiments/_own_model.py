@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
-from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from distlab.bench.task import factory_of, made, own_task, source_of
@@ -55,12 +53,8 @@ def simulated(
         train = TrainStep(wrapper, optimizer, loss_fn, mark=mark)
         return lambda: train(examples)
 
-    # A copied layer (`nn.TransformerEncoder` copies its own) must stay in the same fake world.
-    same_world = mock.patch.object(
-        FakeTensorMode, "__deepcopy__", lambda self, memo: self, create=True
-    )
     try:
-        with same_world, warnings.catch_warnings():
+        with warnings.catch_warnings():
             # torch 2.11's deepcopy does
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             return simulate_step(
