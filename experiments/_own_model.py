@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from distlab.bench.task import factory_of, made, own_task, source_of
@@ -59,10 +57,8 @@ def simulated(
         train = TrainStep(wrapper, optimizer, loss_fn, mark=mark)
         return partial(train, examples)
 
-    # A copied layer (`nn.TransformerEncoder` copies its own) must stay in the same fake world.
-    same_world = mock.patch.object(FakeTensorMode, "__deepcopy__", _itself, create=True)
     try:
-        with same_world, warnings.catch_warnings():
+        with warnings.catch_warnings():
             # torch 2.11's deepcopy does
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             return simulate_step(
@@ -80,11 +76,6 @@ def simulated(
             f"which memory and time are predicted ({reason}); what reads values must be measured: "
             f"distlab run ddp_bench --model {name}"
         ) from error
-
-
-def _itself(mode: FakeTensorMode, memo: dict[int, Any]) -> FakeTensorMode:
-    """Stand in for `FakeTensorMode.__deepcopy__`."""
-    return mode
 
 
 # category → its name in `theory.memory`

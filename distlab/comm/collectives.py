@@ -25,14 +25,19 @@ from distlab.comm.wait_diagnostics import LONG_WAIT, waiting
 
 T = TypeVar("T")
 
-# Methods of a process group. The functions of torch.distributed that wrap them spend microseconds
-# of every call on checks. torch 2.13 renamed these two, and torch 2.11 has only the old names.
+# Names of methods of a process group. The functions of torch.distributed that wrap them spend
+# microseconds of every call on checks. torch 2.13 renamed these two, and torch 2.11 has only the old
+# names.
 if hasattr(ProcessGroup, "all_gather_single"):
-    _all_gather_single = ProcessGroup.all_gather_single
-    _reduce_scatter_single = ProcessGroup.reduce_scatter_single
+    _ALL_GATHER = "all_gather_single"
+    _REDUCE_SCATTER = "reduce_scatter_single"
 else:
-    _all_gather_single = ProcessGroup._allgather_base
-    _reduce_scatter_single = ProcessGroup._reduce_scatter_base
+    _ALL_GATHER = "_allgather_base"
+    _REDUCE_SCATTER = "_reduce_scatter_base"
+
+# Name of the backend of a world of which only one rank runs (`distlab.simulate.world`). No other
+# rank could answer.
+SIMULATED = "simulated"
 
 COALESCED_BYTES = 25 * 2**20  # maximum size of a message of `broadcast_coalesced`
 
@@ -161,7 +166,7 @@ def reduce_scatter_mean(
     options = ReduceScatterOptions()
     options.reduceOp = reduction
     options.asyncOp = True
-    return _reduce_scatter_single(group, output, sent, options)
+    return getattr(group, _REDUCE_SCATTER)(output, sent, options)
 
 
 def reduce_scatter_sum(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
@@ -169,7 +174,7 @@ def reduce_scatter_sum(output: Tensor, input: Tensor, group: ProcessGroup) -> Wo
     options = ReduceScatterOptions()
     options.reduceOp = dist.ReduceOp.SUM
     options.asyncOp = True
-    return _reduce_scatter_single(group, output, input, options)
+    return getattr(group, _REDUCE_SCATTER)(output, input, options)
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, *, largest: bool = False) -> Work:
@@ -185,7 +190,7 @@ def all_gather(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
         input = _bytes_of(input)
     options = AllgatherOptions()
     options.asyncOp = True
-    return _all_gather_single(group, output, input, options)
+    return getattr(group, _ALL_GATHER)(output, input, options)
 
 
 def broadcast(tensor: Tensor, group: ProcessGroup, *, source: int = 0) -> Work:
@@ -342,6 +347,8 @@ def gather_objects(value: Any, group: ProcessGroup, what: str = "exchanging obje
         group: ranks that exchange their objects.
         what: activity, for the error if a rank does not come (see `wait`).
     """
+    if dist.get_backend(group) == SIMULATED:
+        return [value] * group.size()  # every rank says what this one says
     gathered: list[Any] = [None] * group.size()
     with waiting(group, what):
         dist.all_gather_object(gathered, value, group=group)

@@ -280,7 +280,7 @@ def _device_of(group: ProcessGroup) -> torch.device:
 
 def _timeout_of(group: ProcessGroup) -> timedelta | None:
     options = group._get_backend(_device_of(group)).options
-    return getattr(options, "_timeout", None)  # the fake backend of a simulation has none
+    return getattr(options, "_timeout", None)  # a simulation has none
 
 
 def _new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> ProcessGroup:

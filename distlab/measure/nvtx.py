@@ -31,7 +31,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -294,7 +293,8 @@ def _put_ranges_around_ops(module: nn.Module, name: str, ranges: _Ranges, undo: 
         # A default does nothing, or next to nothing, and is not worth a range.
         if function is not field.default and callable(function):
             named[field.name] = wrapped(field.name, function)
-    undo.enter_context(mock.patch.object(module, "ops", dataclasses.replace(ops, **named)))
+    undo.callback(setattr, module, "ops", ops)
+    module.ops = dataclasses.replace(ops, **named)
 
 
 class _AttentionParts(TorchFunctionMode):
@@ -348,13 +348,16 @@ def _put_ranges_around_messages(model: nn.Module, ranges: _Ranges, undo: ExitSta
         return call
 
     for name in MESSAGES:
-        function = wrapped(name, getattr(collectives, name))
-        undo.enter_context(mock.patch.object(collectives, name, function))
+        function = getattr(collectives, name)
+        undo.callback(setattr, collectives, name, function)
+        setattr(collectives, name, wrapped(name, function))
     finish = "finish_gradient_synchronization"
     if hasattr(model, finish):
         # A context manager used as a decorator makes a range of each call.
         named = _range(ranges.emit, finish)(getattr(model, finish))
-        undo.enter_context(mock.patch.object(model, finish, named))
+        # The attribute of the instance hides the method of its class until it is deleted.
+        undo.callback(delattr, model, finish)
+        setattr(model, finish, named)
 
 
 def _put_range_around_optimizer(

@@ -8,7 +8,8 @@ Shapes: `B` batch, `T` sequence, `V` vocabulary, `H` heads, `D` width of a head,
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from functools import partial
 
@@ -207,12 +208,25 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
-def on_gpu(x: Tensor) -> bool:
-    """Return whether a matmul of x can return another dtype than its inputs', as on a GPU.
+# True while `as_on_gpu` runs. A fake tensor cannot say it, because its device is a CPU.
+_simulates_gpu = False
 
-    Simulations say yes.
-    """
-    return x.is_cuda
+
+def on_gpu(x: Tensor) -> bool:
+    """Return whether a matmul of x can return another dtype than its inputs', as on a GPU."""
+    return x.is_cuda or _simulates_gpu
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Let the operations take their form for GPUs while the block runs. For simulations."""
+    global _simulates_gpu
+    before = _simulates_gpu
+    _simulates_gpu = True
+    try:
+        yield
+    finally:
+        _simulates_gpu = before
 
 
 def gradient_target(weight: Tensor) -> Tensor | None:

@@ -1,13 +1,16 @@
 """Cost model of a machine from a few measured figures, which predicts the others.
 
-Five numbers are fitted, each to one measurement, in this order:
+`calibrate` fits five numbers, each to one measurement, in this order:
 
-    bytes per second     the optimizer's phase of `local`: a pass over parameters, gradients and states
-    FLOP per second      forward and backward of `local`; with those of a second model, whose operators do less
-                         arithmetic per byte, also the bytes per second of the operators of forward
-                         and backward
-    latency, bandwidth   communication time of `naive` (many messages) and of `flat` (one), which nothing disturbs
-    contention           communication time and step of `overlap`, where nearly all communication is covered
+    bytes per second     phase of the optimizer in `local`: a pass over parameters, gradients and
+                         states
+    FLOP per second      forward and backward of `local`. With those of a second model, whose
+                         operators do less arithmetic per byte, also the bytes per second of the
+                         operators of forward and backward
+    latency, bandwidth   communication time of `naive` (many messages) and of `flat` (one), which
+                         nothing disturbs
+    contention           communication time and step of `overlap`, where nearly all communication is
+                         covered
 
 Everything else is then a prediction: other strategies, bucket sizes, batches, models and numbers of
 ranks.
@@ -23,9 +26,11 @@ from distlab.theory.collective_time import link_share
 from distlab.theory.step_time import Network
 
 NEEDED = ("local", "naive", "flat", "overlap")
-# Assumed, not fitted: what every operator takes beside its work, and a ring's latency per further
-# rank.
-LAUNCH_S, HOP_S = 3e-6, 3e-6
+# These two are assumed, not fitted.
+LAUNCH_S = 3e-6  # seconds of every operator in addition to its work
+HOP_S = 3e-6  # seconds of latency of a ring per further rank
+# Figures of each strategy that are read.
+_METRICS = ("forward_backward_p50_ms", "optimizer_p50_ms", "step_p50_ms", "comm_ms")
 
 
 def calibrate(
@@ -44,42 +49,53 @@ def calibrate(
         steps: the same steps simulated, on the same number of ranks, two or more.
         second: `local` of another model or batch simulated, and the measured seconds of its forward
             and backward.
+        launch_s: seconds that every operator takes in addition to its work.
+        hop_s: seconds of latency of a ring per further rank.
 
-    ValueError: a strategy or a figure is missing, or the figures contradict the model. That is so
-        if more messages took no longer than one, or if no memory bandwidth explains both `local`
-        steps.
+    Raises:
+        ValueError: a strategy or a figure is missing, or the figures contradict the model. That is
+            so if more messages took no longer than one, or if no memory bandwidth explains both
+            `local` steps.
     """
-    for name in NEEDED:
-        missing = name not in steps or any(
-            not isinstance(measured.get(name, {}).get(metric), int | float)
-            for metric in ("forward_backward_p50_ms", "optimizer_p50_ms", "step_p50_ms", "comm_ms")
-        )
-        if missing:
-            raise ValueError(f"calibration needs the measured and the simulated step of {name!r}")
+    _check_complete(measured, steps)
     local = steps["local"]
     update = _operators(local, update=True)
-    optimizer_s = measured["local"]["optimizer_p50_ms"] / 1e3 - len(update) * launch_s
-    device = DeviceModel(1e15, sum(item.bytes for item in update) / optimizer_s, launch_s)
-    seconds = measured["local"]["forward_backward_p50_ms"] / 1e3
-    first = (_operators(local, update=False), seconds)
+    update_s = measured["local"]["optimizer_p50_ms"] / 1e3 - len(update) * launch_s
+    update_bytes = sum(operator.bytes for operator in update)
+    # So many FLOP per second that only bytes count, until they are fitted.
+    device = DeviceModel(1e15, update_bytes / update_s, launch_s)
+    forward_backward = _operators(local, update=False)
+    forward_backward_s = measured["local"]["forward_backward_p50_ms"] / 1e3
     if second is None:
-        device = _fit_flops(device, *first)
+        device = _fit_flops(device, forward_backward, forward_backward_s)
     else:
-        device = _fit_both(device, first, (_operators(second[0], update=False), second[1]))
-    network = _fit_network(
-        steps, {name: measured[name]["comm_ms"] / 1e3 for name in ("naive", "flat")}, hop_s
+        second_step, second_s = second
+        device = _fit_both(
+            device,
+            (forward_backward, forward_backward_s),
+            (_operators(second_step, update=False), second_s),
+        )
+    comm_s = {name: measured[name]["comm_ms"] / 1e3 for name in ("naive", "flat")}
+    network = _fit_network(steps, comm_s, hop_s)
+    contention = _fit_contention(
+        steps["overlap"],
+        device,
+        network,
+        comm_ms=measured["overlap"]["comm_ms"],
+        overhead_ms=measured["overlap"]["step_p50_ms"] - measured["local"]["step_p50_ms"],
     )
-    overlap, seen = steps["overlap"], measured["overlap"]
-    alone_ms = 1e3 * sum(
-        network.seconds(c.bytes, overlap.world_size, operation=c.op) for c in overlap.calls
-    )
-    slowed = min(1.0, alone_ms / seen["comm_ms"])
-    overhead_ms = seen["step_p50_ms"] - measured["local"]["step_p50_ms"]
+    return Machine(device, network, contention)
 
-    def slow_enough(rate: float) -> bool:
-        return replay(overlap, Machine(device, network, (rate, slowed))).overhead_ms >= overhead_ms
 
-    return Machine(device, network, (_bisect(slow_enough, 0.05, 1.0), slowed))
+def _check_complete(
+    measured: Mapping[str, Mapping[str, float]], steps: Mapping[str, SimulatedStep]
+) -> None:
+    """Raise ValueError if a strategy or a figure is missing."""
+    for name in NEEDED:
+        figures = measured.get(name, {})
+        has_figures = all(isinstance(figures.get(metric), int | float) for metric in _METRICS)
+        if name not in steps or not has_figures:
+            raise ValueError(f"calibration needs the measured and the simulated step of {name!r}")
 
 
 def _operators(step: SimulatedStep, *, update: bool) -> list[Compute]:
@@ -88,8 +104,11 @@ def _operators(step: SimulatedStep, *, update: bool) -> list[Compute]:
 
 
 def _fit_flops(device: DeviceModel, operators: list[Compute], seconds: float) -> DeviceModel:
+    """Return the device with the FLOP per second at which these operators take `seconds`."""
+
     def takes_longer(flops_per_s: float) -> bool:
-        return sum(map(replace(device, flops_per_s=flops_per_s).seconds, operators)) > seconds
+        tried = replace(device, flops_per_s=flops_per_s)
+        return _total_seconds(tried, operators) > seconds
 
     return replace(device, flops_per_s=_bisect(takes_longer, 1e9, 1e17))
 
@@ -97,52 +116,125 @@ def _fit_flops(device: DeviceModel, operators: list[Compute], seconds: float) ->
 def _fit_both(
     device: DeviceModel, first: tuple[list[Compute], float], second: tuple[list[Compute], float]
 ) -> DeviceModel:
-    """FLOP and bytes per second that explain both; the optimizer keeps the rate of `device`."""
+    """Return the device with the FLOP and bytes per second that explain both measurements.
+
+    Every bandwidth has its FLOP per second that explain the first. Of these pairs, one also
+    explains the second. The optimizer keeps the bandwidth of `device`.
+
+    Args:
+        device: device with the optimizer's bandwidth.
+        first, second: operators of forward and backward, and the seconds that they took.
+    """
+    first_operators, first_s = first
+    second_operators, second_s = second
 
     def fitted(bytes_per_s: float) -> DeviceModel:
-        both = replace(device, bytes_per_s=bytes_per_s, update_bytes_per_s=device.bytes_per_s)
-        return _fit_flops(both, *first)
+        tried = replace(device, bytes_per_s=bytes_per_s, update_bytes_per_s=device.bytes_per_s)
+        return _fit_flops(tried, first_operators, first_s)
 
     def takes_longer(bytes_per_s: float) -> bool:
-        return sum(map(fitted(bytes_per_s).seconds, second[0])) > second[1]
+        return _total_seconds(fitted(bytes_per_s), second_operators) > second_s
 
-    low, high = device.bytes_per_s / 4, device.bytes_per_s * 4
+    low = device.bytes_per_s / 4
+    high = device.bytes_per_s * 4
     if not takes_longer(low) or takes_longer(high):
         raise ValueError(
-            f"no memory bandwidth between {low:.3g} and {high:.3g} B/s explains both forward and backward of `local`, "
-            f"{first[1]:.4f} s and {second[1]:.4f} s: take a second model whose operators do less arithmetic per byte"
+            f"no memory bandwidth between {low:.3g} and {high:.3g} B/s explains both forward and "
+            f"backward of `local`, {first_s:.4f} s and {second_s:.4f} s: take a second model whose "
+            "operators do less arithmetic per byte"
         )
     return fitted(_bisect(takes_longer, low, high))
+
+
+def _total_seconds(device: DeviceModel, operators: list[Compute]) -> float:
+    """Return the seconds that a device takes for these operators, one after the other."""
+    return sum(map(device.seconds, operators))
 
 
 def _fit_network(
     steps: Mapping[str, SimulatedStep], seconds: Mapping[str, float], hop_s: float
 ) -> Network:
-    """Fit one node: α and W from two equations, for many messages and for one.
+    """Return the network of one node, from the communication times of `naive` and of `flat`.
 
-    The equation is calls·α + volume/W = time.
+    With latency α and bandwidth W, calls·α + volume/W = seconds (the α-β model of
+    `distlab.theory.collective_time`). The two strategies give two linear equations for α and 1/W,
+    which Cramer's rule solves.
+
+    Args:
+        steps: simulated steps, by strategy.
+        seconds: measured seconds of communication, by strategy.
+        hop_s: seconds of latency of a ring per further rank.
     """
-    calls = {name: len(steps[name].calls) for name in seconds}
-    ranks = steps["naive"].world_size
-    volume = {
-        name: sum(link_share(c.op, ranks) * c.bytes for c in steps[name].calls) for name in seconds
-    }
-    determinant = calls["naive"] * volume["flat"] - calls["flat"] * volume["naive"]
-    latency = (seconds["naive"] * volume["flat"] - seconds["flat"] * volume["naive"]) / determinant
-    per_byte = (calls["naive"] * seconds["flat"] - calls["flat"] * seconds["naive"]) / determinant
+    naive = steps["naive"]
+    flat = steps["flat"]
+    ranks = naive.world_size
+    naive_s = seconds["naive"]
+    flat_s = seconds["flat"]
+    naive_calls = len(naive.calls)
+    flat_calls = len(flat.calls)
+    naive_volume = _volume(naive, ranks)
+    flat_volume = _volume(flat, ranks)
+    determinant = naive_calls * flat_volume - flat_calls * naive_volume
+    latency = (naive_s * flat_volume - flat_s * naive_volume) / determinant
+    per_byte = (naive_calls * flat_s - flat_calls * naive_s) / determinant
     if latency < 0 or per_byte <= 0:
         raise ValueError(
-            f"naive took {seconds['naive']:.4f} s for {calls['naive']} messages and flat {seconds['flat']:.4f} s for "
-            f"{calls['flat']}: no latency and bandwidth explain both; measure again"
+            f"naive took {naive_s:.4f} s for {naive_calls} messages and flat {flat_s:.4f} s for "
+            f"{flat_calls}: no latency and bandwidth explain both; measure again"
         )
     return Network(
-        1 / per_byte, 1 / per_byte, ranks, max(0.0, latency - hop_s * (ranks - 2)), hop_s
+        inside_bytes_per_s=1 / per_byte,
+        between_bytes_per_s=1 / per_byte,
+        devices_per_node=ranks,
+        # `Network` adds a hop for each rank beyond two.
+        latency_s=max(0.0, latency - hop_s * (ranks - 2)),
+        hop_s=hop_s,
     )
+
+
+def _volume(step: SimulatedStep, ranks: int) -> float:
+    """Return the bytes that each link carries in a step."""
+    return sum(link_share(call.op, ranks) * call.bytes for call in step.calls)
+
+
+def _fit_contention(
+    step: SimulatedStep,
+    device: DeviceModel,
+    network: Network,
+    *,
+    comm_ms: float,
+    overhead_ms: float,
+) -> tuple[float, float]:
+    """Return the rates of computation and of communication while both run.
+
+    The rate of communication is its time alone divided by `comm_ms`. The rate of computation is the
+    one at which the replayed step has the measured overhead.
+
+    Args:
+        step: simulated step of `overlap`, where nearly all communication is covered.
+        device: model of the device.
+        network: model of the network.
+        comm_ms: measured ms of communication.
+        overhead_ms: ms that the measured step takes longer than `local`.
+    """
+    alone_s = sum(
+        network.seconds(call.bytes, step.world_size, operation=call.op) for call in step.calls
+    )
+    comm_rate = min(1.0, 1e3 * alone_s / comm_ms)
+
+    def slow_enough(compute_rate: float) -> bool:
+        tried = Machine(device, network, (compute_rate, comm_rate))
+        return replay(step, tried).overhead_ms >= overhead_ms
+
+    return _bisect(slow_enough, 0.05, 1.0), comm_rate
 
 
 def _bisect(above: Callable[[float], bool], low: float, high: float) -> float:
     """Return the point where `above` turns from true to false, searched on a logarithmic scale."""
-    for _ in range(60):
+    for _ in range(60):  # of 1e17 / 1e9, 60 halvings leave less than a double's precision
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if above(middle) else (low, middle)
+        if above(middle):
+            low = middle
+        else:
+            high = middle
     return (low * high) ** 0.5

@@ -5,8 +5,9 @@
      "cluster": "grand-teton:8", "strategy": "fsdp2", "batch": 2, "recompute": "selective",
      "compiled": true}
 
-`model` may be the name of a preset (`distlab.model.config`); fields and defaults are those of
-`Case`. What decides such a prediction, and where each constant comes from: docs/learn/scale.md.
+`model` may be the name of a preset (`distlab.model.config`). Fields and defaults are those of
+`Case`. docs/learn/scale.md explains what decides such a prediction, and where each constant comes
+from.
 """
 
 from collections.abc import Mapping
@@ -31,12 +32,12 @@ from distlab.theory.operators import KERNELS
 from distlab.theory.step_time import StepTime, sharding_group
 from distlab.train.memory_budget import RankPart, rank_parts
 
-FULL = "full"  # what publications call it where every block is recomputed: `block`
+FULL = "full"  # name in publications for `block`, where every block is recomputed
 
 
 @dataclass(frozen=True)
 class Case:
-    """Description of a run.
+    """Description of a training run.
 
     Args:
         model: shape of the model.
@@ -107,45 +108,47 @@ class Case:
             raise ValueError(
                 f"layout {self.layout}: {self.layout.ranks} do not divide {self.cluster.gpus} GPUs"
             )
-        _ = self.shards
+        _ = self.shards  # raises for a group that does not divide the GPUs
 
     @property
     def shards(self) -> int:
-        """GPUs over which parameters, or a GPU's part of them, are divided."""
+        """Number of GPUs over which parameters, or a GPU's part of them, are divided."""
         host = self.cluster.gpus_per_host // self.layout.tensor
         return sharding_group(get_strategy(self.strategy), self.averaging, host, self.group)
 
     @property
     def averaging(self) -> int:
-        """GPUs over which a strategy averages: data × context."""
+        """Number of GPUs over which a strategy averages: data × context."""
         return self.cluster.gpus // (self.layout.tensor * self.layout.pipeline)
 
     @property
     def tokens(self) -> float:
-        """Tokens of a step per GPU."""
+        """Number of tokens of a step per GPU."""
         return self.batch * self.micro_batches * self.model.context_length / self.layout.ranks
 
     @property
     def checkpointing(self) -> str:
-        """Entries of what each block keeps, as in the option of that name."""
-        level, every = "block" if self.recompute == FULL else self.recompute, self.recompute_every
-        return ",".join(
-            f"{'none' if block % every else level}:1" for block in range(self.model.num_layers)
-        )
+        """Level of recomputation of each block, as in the option of that name."""
+        level = "block" if self.recompute == FULL else self.recompute
+        entries = []
+        for block in range(self.model.num_layers):
+            is_recomputed = block % self.recompute_every == 0
+            entries.append(f"{level}:1" if is_recomputed else "none:1")
+        return ",".join(entries)
 
     @cached_property
     def machine(self) -> Machine:
-        """The cluster at the shares of its datasheets' peaks that a calibrated machine reaches."""
+        """Cluster at the shares of its datasheets' peaks that a calibrated machine reaches."""
         return machine_on(
             self.cluster, dtype=self.dtype, attention=self.attention, head_dim=self.model.head_dim
         )
 
 
 def from_json(known: Mapping[str, Any]) -> Case:
-    """The case of a JSON object.
+    """Return the case of a JSON object.
 
     Raises:
-        ValueError: a field that is missing, unknown or not allowed, with what is.
+        ValueError: a field that is missing, unknown or not allowed. The message lists the fields.
     """
     names = [*(field.name for field in fields(Case)), "stages"]
     missing = [name for name in ("model", "cluster", "strategy", "batch") if name not in known]
@@ -155,13 +158,13 @@ def from_json(known: Mapping[str, Any]) -> Case:
             f"a case lacks {missing or 'nothing'} and has unknown {unknown or 'nothing'}; fields: "
             f"{', '.join(names)}"
         )
-    named = isinstance(known["model"], str)
-    model = preset(known["model"]) if named else model_of(known["model"])
-    layout = Layout.parse(known.get("layout", ""), known.get("stages", ()))
-    known = {name: value for name, value in known.items() if name != "stages"}
-    return Case(
-        **{**known, "model": model, "cluster": cluster_of(known["cluster"]), "layout": layout}
-    )
+    is_preset = isinstance(known["model"], str)
+    values = dict(known)
+    stages = values.pop("stages", ())
+    values["model"] = preset(known["model"]) if is_preset else model_of(known["model"])
+    values["layout"] = Layout.parse(known.get("layout", ""), stages)
+    values["cluster"] = cluster_of(known["cluster"])
+    return Case(**values)
 
 
 def cluster_of(known: str | Mapping[str, Any]) -> ClusterSpec:
@@ -175,7 +178,9 @@ def cluster_of(known: str | Mapping[str, Any]) -> ClusterSpec:
     if isinstance(known, str):
         return cluster(known)
     try:
-        return ClusterSpec(**{"name": "cluster", **known, "gpu": by_alias(str(known.get("gpu")))})
+        values = {"name": "cluster", **known}
+        values["gpu"] = by_alias(str(known.get("gpu")))
+        return ClusterSpec(**values)
     except TypeError as wrong:
         names = ", ".join(field.name for field in fields(ClusterSpec))
         raise ValueError(f"a cluster takes {names}: {wrong}") from None
@@ -191,7 +196,7 @@ def read_case(path: str | Path) -> Case:
     try:
         return from_json({"name": Path(path).stem} | read_object(path))
     except (AttributeError, TypeError, ValueError) as wrong:
-        # of a value of another kind, such as a list for a name
+        # The first two are raised for a value of another kind, such as a list in place of a name.
         raise ValueError(
             f"{path}: {wrong}; a case is one JSON object, see docs/learn/scale.md"
         ) from None
@@ -220,25 +225,32 @@ class Prediction:
 
 
 def predict(case: Case) -> Prediction:
-    """Step time, memory and what follows from them."""
+    """Return step time and memory of a case, and what follows from them."""
     time = step(case)
-    memory = peak(case)
-    allocated, phase = max((moment.total, phase) for phase, moment in memory)
-    # The allocator's cache: forward's tensors are cut out of the block that the largest temporary
-    # one left, so the next step's finds none of its size and takes another.
-    largest = (
-        FP32 * case.batch * case.model.context_length * case.model.vocab_size // case.layout.ranks
-    )
+    allocated, phase = max((moment.total, phase) for phase, moment in peak(case))
+    # The allocator caches the block of the largest temporary tensor: the logits in fp32, or with a
+    # fused loss the matrices of a block in fp32. Tensors of forward are cut out of this block. The
+    # temporary tensor of the next step then finds no block of its size and takes another.
     if case.fused_loss:
         largest = FP32 * ModelShape.of(case.model).block_matrices
+    else:
+        tokens = case.batch * case.model.context_length
+        largest = FP32 * tokens * case.model.vocab_size // case.layout.ranks
     dtype_peak = case.cluster.gpu.peak["tf32" if case.dtype == "fp32" else case.dtype]
     flops = step_flops(**case.model.sizes(case.batch * case.micro_batches)) / case.layout.ranks
-    share = mfu(flops, time.step, dtype_peak)
-    return Prediction(time, allocated, allocated + largest, phase, case.tokens / time.step, share)
+    return Prediction(
+        time=time,
+        allocated=allocated,
+        reserved=allocated + largest,
+        phase=phase,
+        tokens_per_s=case.tokens / time.step,
+        mfu=mfu(flops, time.step, dtype_peak),
+    )
 
 
 def step(case: Case) -> StepTime:
-    """Return the time of the case."""
+    """Return the time of a step of the case."""
+    default_kernels = "fused" if case.compiled else "eager"
     return estimate_step(
         case.model,
         case.strategy,
@@ -249,7 +261,7 @@ def step(case: Case) -> StepTime:
         checkpointing=case.checkpointing,
         micro_batches=case.micro_batches,
         group=case.group,
-        kernels=case.kernels or ("fused" if case.compiled else "eager"),
+        kernels=case.kernels or default_kernels,
         fused_loss=case.fused_loss,
         reduced_bytes=FP32 if case.reduce == "fp32" else 2,
         layout=case.layout,
@@ -258,27 +270,34 @@ def step(case: Case) -> StepTime:
 
 
 def peak(case: Case) -> list[tuple[str, Breakdown]]:
-    """The moments of a step on the fullest rank, (phase, bytes)."""
+    """Return the moments of a step on the rank that needs most memory, as (phase, bytes)."""
     parts = rank_parts(case.model, case.layout, case.checkpointing, case.micro_batches)
-    return max(
-        (_moments(case, part) for part in parts),
-        key=lambda moments: max(each.total for _, each in moments),
-    )
+    return max((_moments(case, part) for part in parts), key=_largest_total)
+
+
+def _largest_total(moments: list[tuple[str, Breakdown]]) -> int:
+    """Return the bytes of the moment that needs most memory."""
+    return max(moment.total for _, moment in moments)
 
 
 def _moments(case: Case, part: RankPart) -> list[tuple[str, Breakdown]]:
-    layout, strategy, shape = case.layout, get_strategy(case.strategy), part.shape
+    """Return the moments of a step on a rank with this part of the model."""
+    layout = case.layout
+    strategy = get_strategy(case.strategy)
+    shape = part.shape
+    if case.dtype == "fp32":
+        precision = "fp32"
+    elif strategy.casts_parameters:
+        precision = "bf16"
+    else:
+        precision = "bf16-autocast"
     moments = step_memory(
         shape,
         batch=case.batch,
         context=case.model.context_length // layout.context,
         strategy=strategy,
         world_size=case.shards if strategy.takes_mesh else case.averaging,
-        precision="fp32"
-        if case.dtype == "fp32"
-        else "bf16"
-        if strategy.casts_parameters
-        else "bf16-autocast",
+        precision=precision,
         checkpointing=part.keeps,
         loss_chunk=LOGITS_CHUNK if case.fused_loss and layout.tensor == 1 else None,
         accumulates=part.accumulates,
@@ -290,31 +309,35 @@ def _moments(case: Case, part: RankPart) -> list[tuple[str, Breakdown]]:
     ).moments
     if not (strategy.is_peer and strategy.casts_parameters):
         return list(moments)
-    # torch's FSDP: its root unit (embedding, norm, head) and its last block stay unsharded from
+    # The root unit of torch's FSDP (embedding, norm, head) and its last block stay unsharded from
     # forward to backward.
-    ends = shape.vocabularies * shape.embedding_parameters
-    unsharded = (FP32 if case.dtype == "fp32" else 2) * (ends + shape.block_parameters)
-    return [
-        (phase, replace(moment, gathered=unsharded) if "loss" in phase else moment)
-        for phase, moment in moments
-    ]
+    root = shape.vocabularies * shape.embedding_parameters
+    itemsize = FP32 if case.dtype == "fp32" else 2
+    unsharded = itemsize * (root + shape.block_parameters)
+    moments_of_torch = []
+    for phase, moment in moments:
+        if "loss" in phase:
+            moment = replace(moment, gathered=unsharded)
+        moments_of_torch.append((phase, moment))
+    return moments_of_torch
 
 
 def shortage(case: Case) -> str | None:
-    """Return by how much a case does not fit its GPUs, and what would. None if it does."""
+    """Return by how much a case does not fit its GPUs, and what would fit. None if it fits."""
     usable = USABLE * case.cluster.gpu.hbm_bytes
-    needed = max(moment.total for _, moment in peak(case))
+    needed = _largest_total(peak(case))
     if needed <= usable:
         return None
-    states = 16 * case.model.num_parameters / case.cluster.gpus
     text = (
-        f"{case.name} needs {needed / 2**30:.1f} GiB per GPU of {case.cluster.gpu.name}, {usable / 2**30:.1f} are "
-        f"usable: {(needed - usable) / 2**30:.1f} too few. "
+        f"{case.name} needs {needed / 2**30:.1f} GiB per GPU of {case.cluster.gpu.name}, "
+        f"{usable / 2**30:.1f} are usable: {(needed - usable) / 2**30:.1f} too few. "
     )
-    if states > usable:
-        fewest = -(-16 * case.model.num_parameters // int(usable))
+    # Four values in fp32 per parameter: itself, its gradient and AdamW's two moments.
+    states = 4 * FP32 * case.model.num_parameters
+    if states / case.cluster.gpus > usable:
+        fewest = -(-states // int(usable))  # rounded up
         return text + f"The states alone, fully sharded, need {fewest} GPUs"
-    options = {
+    changed_cases = {
         "fsdp": replace(case, strategy="fsdp", group=None),
         "recompute full": replace(case, recompute=FULL, recompute_every=1),
         "batch 1": replace(case, batch=1),
@@ -322,11 +345,10 @@ def shortage(case: Case) -> str | None:
             case, strategy="fsdp", group=None, recompute=FULL, batch=1
         ),
     }
-    helps = [
-        what for what, other in options.items() if max(m.total for _, m in peak(other)) <= usable
-    ]
-    return text + (
-        f"What fits: {'; or '.join(helps)}"
-        if helps
-        else "A shorter context, or more GPUs with fsdp"
-    )
+    fitting = []
+    for change, changed in changed_cases.items():
+        if _largest_total(peak(changed)) <= usable:
+            fitting.append(change)
+    if not fitting:
+        return text + "A shorter context, or more GPUs with fsdp"
+    return text + f"What fits: {'; or '.join(fitting)}"

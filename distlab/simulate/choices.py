@@ -1,4 +1,7 @@
-"""All ways to run a model's step on a cluster, with memory and time, estimated and simulated."""
+"""All ways to run a model's step on a cluster (`choices`), each with its memory and time.
+
+`memory` and `estimated` are closed forms. `simulated` runs the strategy's own code on fake ranks.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,7 +9,7 @@ from itertools import product
 
 from distlab.model import ModelConfig
 from distlab.parallel import STRATEGIES as KNOWN
-from distlab.parallel import Layout
+from distlab.parallel import Layout, Strategy
 from distlab.parallel.layout import DATA_PARALLEL
 from distlab.simulate.estimate import estimate_step, host_time
 from distlab.simulate.step import simulate_training
@@ -16,17 +19,18 @@ from distlab.theory.model_shape import divisors
 from distlab.theory.step_time import StepTime, has_closed_form
 from distlab.train.memory_budget import PlannedStep
 
-# What a timeline can be made of on fake ranks, and what trains.
-STRATEGIES = tuple(
-    name
-    for name, strategy in KNOWN.items()
-    if strategy.trains
-    and not (strategy.is_peer or strategy.needs_gpu)
-    and has_closed_form(strategy)
-)
+
+def _can_be_chosen(strategy: Strategy) -> bool:
+    """Return whether a strategy trains, runs on fake ranks, and has a closed form."""
+    runs_on_fake_ranks = not (strategy.is_peer or strategy.needs_gpu)
+    return strategy.trains and runs_on_fake_ranks and has_closed_form(strategy)
+
+
+STRATEGIES = tuple(name for name, strategy in KNOWN.items() if _can_be_chosen(strategy))
 RECOMPUTATION = ("none", "selective", "block")  # tried unless others are named
 BUCKET_SIZES_MB = (25.0, 400.0)
-# for each rank of a pipeline: beyond them a fifth of its time at most is idle
+# Largest number of micro-batches for each of p ranks of a pipeline. With 4p of them, a rank is idle
+# for (p − 1) / (4p + p − 1) of its time, less than a fifth.
 MOST_MICRO_BATCHES = 4
 
 
@@ -56,13 +60,19 @@ class Choice:
     optimizer: str = "adamw"
 
     def __str__(self) -> str:
-        group = f" in {self.group}s" if self.group else ""
-        group += (
-            f" of {self.bucket_size_mb:g} MiB" if self.bucket_size_mb != BUCKET_SIZES_MB[0] else ""
-        )
-        recomputed = {"none": "", "block": " recomputed"}.get(self.recompute, f" {self.recompute}")
-        shared = f" {self.layout}" if self.layout.ranks > 1 else ""
-        return f"{self.strategy}{shared}{group} × {self.micro_batch}{recomputed}"
+        text = self.strategy
+        if self.layout.ranks > 1:
+            text += f" {self.layout}"
+        if self.group:
+            text += f" in {self.group}s"
+        if self.bucket_size_mb != BUCKET_SIZES_MB[0]:
+            text += f" of {self.bucket_size_mb:g} MiB"
+        text += f" × {self.micro_batch}"
+        if self.recompute == "block":
+            text += " recomputed"
+        elif self.recompute != "none":
+            text += f" {self.recompute}"
+        return text
 
 
 def choices(
@@ -76,27 +86,44 @@ def choices(
     """Yield every strategy with every micro-batch that divides a rank's sequences.
 
     For a pipeline the number of micro-batches is a multiple of its ranks, because interleaved
-    schedules take only these, and others need that number to be busy. Strategies with buckets come with
-    small and large ones. On a mesh, groups are one node and 2, 4, 8, … nodes that divide the ranks
-    and are fewer.
+    schedules take only these, and others need that number to be busy. Strategies with buckets come
+    with small and large ones. On a mesh, groups are one node and 2, 4, 8, … nodes that divide the
+    ranks and are fewer.
 
-    `ranks` and `devices_per_node` are those of equal parts of the matrices, `per_rank` the
-    sequences of a model.
+    Args:
+        ranks: number of ranks that have equal parts of the matrices.
+        devices_per_node: number of such ranks on a node.
+        per_rank: sequences per model in a step.
+        strategies: names of the strategies to try.
+        recomputation: recomputations to try, see `Choice.recompute`.
+        layout: sizes of the groups of ranks that share a model.
     """
-    groups = [devices_per_node * 2**k for k in range(ranks.bit_length())]
-    groups = [group for group in groups if group < ranks and ranks % group == 0]
-    every_micro = divisors(per_rank)[::-1]
-    for strategy in strategies:
-        sizes = BUCKET_SIZES_MB if KNOWN[strategy].has_buckets else BUCKET_SIZES_MB[:1]
-        ways = product(groups if KNOWN[strategy].takes_mesh else [None], recomputation, sizes)
-        micros = every_micro
-        if layout.pipeline > 1:
-            counts = range(
-                layout.pipeline, MOST_MICRO_BATCHES * layout.pipeline + 1, layout.pipeline
+    groups = []
+    for doublings in range(ranks.bit_length()):
+        group = devices_per_node * 2**doublings
+        if group < ranks and ranks % group == 0:
+            groups.append(group)
+    micro_batches = divisors(per_rank)[::-1]  # the largest first
+    if layout.pipeline > 1:
+        most = MOST_MICRO_BATCHES * layout.pipeline
+        counts = range(layout.pipeline, most + 1, layout.pipeline)
+        micro_batches = [micro for micro in micro_batches if per_rank // micro in counts]
+    for name in strategies:
+        strategy = KNOWN[name]
+        groups_to_try = groups if strategy.takes_mesh else [None]
+        sizes = BUCKET_SIZES_MB if strategy.has_buckets else BUCKET_SIZES_MB[:1]
+        for group, recompute, size, micro in product(
+            groups_to_try, recomputation, sizes, micro_batches
+        ):
+            yield Choice(
+                strategy=name,
+                micro_batch=micro,
+                micro_batches=per_rank // micro,
+                recompute=recompute,
+                group=group,
+                bucket_size_mb=size,
+                layout=layout,
             )
-            micros = [micro for micro in every_micro if per_rank // micro in counts]
-        for (group, recompute, size), micro in product(ways, micros):
-            yield Choice(strategy, micro, per_rank // micro, recompute, group, size, layout)
 
 
 def memory(
@@ -126,7 +153,7 @@ def estimated(
     dtype: str = "bf16",
     kernels: str | None = None,
 ) -> StepTime:
-    """The step's time in closed form; `kernels` as for `estimate_step`."""
+    """Return the step's time in closed form. `kernels` is as in `estimate_step`."""
     return estimate_step(
         config,
         choice.strategy,
@@ -162,4 +189,6 @@ def simulated(
         micro_batches=choice.micro_batches,
         bucket_size_mb=choice.bucket_size_mb,
     )
-    return max(replay(step, machine).step_ms / 1e3, host_time(len(step.operators), len(step.calls)))
+    device_s = replay(step, machine).step_ms / 1e3
+    host_s = host_time(len(step.operators), len(step.calls))
+    return max(device_s, host_s)

@@ -1,13 +1,23 @@
-"""The step of a model on a machine in milliseconds: operators and two streams, in closed form.
+"""Time of a training step on a machine, in closed form: `estimate_step`.
 
-The operators are those of `distlab.theory.operators`, which a test compares with those that the
-simulated model runs. Their times are those of `timeline.DeviceModel`, and
-`distlab.theory.step_time` says which of them run at the same time.
+The estimate has four parts:
+
+- Computation: the operators of `distlab.theory.operators`, each with its time on
+  `timeline.DeviceModel` (`stage_time`). A test compares these operators with those that the
+  simulated model runs.
+- Messages between ranks that share a model: tensor and context parallelism (`_inside_blocks`), and
+  the schedule of a pipeline (`_ends`).
+- Messages of the strategy (`messages`). `distlab.theory.step_time` says which of them run at the
+  same time as the computation.
+- The host, which must start every operator and every collective (`host_time`).
+
+The machine comes from datasheets (`machine_of`, `machine_on`), scaled by the constants below. This
+file runs no step: `distlab.simulate.step` does, on fake tensors.
 """
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -42,86 +52,38 @@ from distlab.theory.step_time import (
 from distlab.theory.volume import padded_parameters, sharded_buffers
 from distlab.train.memory_budget import rank_parts, stages_of
 
-FP32 = 4
+FP32 = 4  # bytes
 CACHED = 4096  # entries of the caches below; a plan asks the same of many choices
-# of the datasheet's memory: the driver's context, NCCL's buffers and fragmentation take the rest
+# Share of the datasheet's memory that tensors may take. The driver's context, NCCL's buffers and
+# fragmentation take the rest.
 USABLE = 0.94
-# Shares of the datasheet's peaks that one calibrated machine reaches: two H200s training the 3.4 B
-# and the 0.4 B preset in bf16 (records/ddp_bench/h200x2-xl-batch8.json and
-# h200x2-medium-batch8.json; rules in `distlab.simulate.calibrate`). MEMORY of operators, UPDATE of
-# the optimizer. Other machines are assumed alike.
-FLOPS_SHARE, MEMORY_SHARE, UPDATE_SHARE, LINK_SHARE = 0.68, 0.56, 0.78, 0.79
-LATENCY_S, CONTENTION = 58e-6, (0.64, 0.73)
-# Of the host: until it has started an operator with all Python around it, and a collective with its
-# hook. The most that a quiet host can have taken (records/ddp_bench/h200x2-medium-batch8.json:
-# `local`, then `overlap`); a busy one took 37 and more (h200x2-host.json, where next to nothing is
-# computed).
-HOST_OPERATOR_S, HOST_CALL_S = 30e-6, 39e-6
-
-
-# Of the bf16 peak that fused attention reaches, by backend and head width, forward and backward
-# together, causal, one head of 65,536 tokens (records/attention_sweep/h200-lengths.json): cuDNN's
-# kernels, and FlashAttention-2's, which do not use Hopper's own instructions; on other devices
-# these reach what cuDNN's do on Hopper.
+# Shares of the datasheet's peaks that one calibrated machine reaches: two H200s that train the
+# 3.4 B and the 0.4 B preset in bf16 (records/ddp_bench/h200x2-xl-batch8.json and
+# h200x2-medium-batch8.json; rules in `distlab.simulate.calibrate`). Other machines are assumed to
+# reach the same shares.
+FLOPS_SHARE = 0.68  # matmuls
+MEMORY_SHARE = 0.56  # memory-bound operators of forward and backward
+UPDATE_SHARE = 0.78  # the optimizer's pass
+LINK_SHARE = 0.79
+LATENCY_S = 58e-6  # per collective
+CONTENTION = (0.64, 0.73)  # rates of computation and communication while both run
+# Seconds of the host until it has started an operator with all Python around it, and a collective
+# with its hook. They are the most that a quiet host can have taken
+# (records/ddp_bench/h200x2-medium-batch8.json: `local`, then `overlap`). A busy host took 37 µs and
+# more per operator (h200x2-host.json, where next to nothing is computed).
+HOST_OPERATOR_S = 30e-6
+HOST_CALL_S = 39e-6
+# Share of the bf16 peak that fused attention reaches, by backend and width of a head: forward and
+# backward together, causal, one head of 65,536 tokens (records/attention_sweep/h200-lengths.json).
+# cuDNN's kernels use Hopper's own instructions, and FlashAttention-2's do not. On other devices
+# FlashAttention-2 is assumed to reach what cuDNN reaches on Hopper.
 ATTENTION_SHARE = {"cudnn": {64: 0.43, 128: 0.53}, "flash": {64: 0.27, 128: 0.31}}
-# A matmul is limited by power: of a chip below its full limit the rate falls as the square root of
-# what is left for switching, between a voltage that follows the clock (power ~ clock³) and one that
-# is at its floor (power ~ clock); a seventh of the full limit is assumed for leakage and memory.
-STATIC_POWER_SHARE, POWER_EXPONENT = 1 / 7, 0.5
-
-
-class Stage(NamedTuple):
-    """Seconds of one micro-batch in a stage of a pipeline, or in the whole model.
-
-    Args:
-        compute: seconds without communication. The optimizer's are those of a step.
-        operators: number of operators.
-        sent, returned: seconds of the messages between ranks that share a model, forward and
-            backward.
-        calls: number of these messages.
-    """
-
-    compute: ComputeTime
-    operators: int
-    sent: float
-    returned: float
-    calls: int
-
-    def seconds(self, action: Action, splits: bool) -> float:
-        """Return the seconds of an action. With `splits`, W is half of backward's computation."""
-        if action.kind == "F":
-            return self.compute.forward + self.sent
-        backward = self.compute.backward / (2 if splits else 1)
-        return backward + (self.returned if action.kind == "B" else 0.0)
-
-
-def stage_time(
-    work: Workload, levels: Sequence[str], machine: Machine, layout: Layout, dtype: str
-) -> Stage:
-    """The time of a stage's part of a model.
-
-    Attention is torch's, whatever the model names.
-
-    Args:
-        work: workload of its shape.
-        levels: for each of its blocks, what it keeps.
-    """
-    shape, device = work.shape, machine.device
-    spent, count = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}, 0
-    some = [(replace(work, keep=keep).block(), times) for keep, times in Counter(levels).items()]
-    for operators, times in ((work.outside(), 1), *some):
-        for operator in operators:
-            spent[operator.phase] += times * device.seconds(operator)
-            count += times
-    copied = shape.num_parameters
-    # linear layers write theirs into the buffers (`model.ops.linear`)
-    if DTYPES[dtype] is not None:
-        head = (shape.has_head and not shape.tie_embeddings) * shape.embedding_parameters
-        copied -= shape.num_layers * shape.block_matrices + head
-    compute = ComputeTime(**spent, pack=2 * FP32 * copied / device.bytes_per_s)  # read and written
-    inside, calls = _inside_blocks(work, layout, machine)
-    recomputes = any(level != "none" for level in levels)
-    return Stage(compute, count, inside / 2, inside / 2 * (2 if recomputes else 1), calls)
+# Matmuls are limited by power. Leakage and memory are assumed to take this share of the full limit.
+STATIC_POWER_SHARE = 1 / 7
+# The rate of matmuls falls with this power of what is left for switching. The exponent lies between
+# 1/3, where the voltage follows the clock (power ~ clock³), and 1, where the voltage is at its
+# floor (power ~ clock).
+POWER_EXPONENT = 0.5
 
 
 def estimate_step(
@@ -147,9 +109,13 @@ def estimate_step(
     Attention is torch's, whatever the model names.
 
     Args:
+        config: shape of the model.
         name: name of a strategy.
+        machine: devices and their network.
         batch: sequences per micro-batch of a rank, or of all ranks that share a model.
         ranks: number of all ranks. The strategy has data × context of them.
+        dtype: `bf16` or `fp32`.
+        bucket_size_mb: MiB per bucket, for strategies with buckets.
         checkpointing: recomputation of blocks, see `model.kept_levels`.
         micro_batches: number of micro-batches accumulated in a step.
         group: number of ranks that share a copy of the parameters, with a mesh. Default: a node.
@@ -164,31 +130,38 @@ def estimate_step(
         ValueError: an unknown strategy or dtype, a size below one, a group that does not divide the
             ranks, or a number of micro-batches that the schedule does not take.
     """
-    strategy, averaging = get_strategy(name), ranks // (layout.tensor * layout.pipeline)
+    strategy = get_strategy(name)
+    averaging = ranks // (layout.tensor * layout.pipeline)
+    # Ranks of tensor parallelism are neighbours. The strategy's groups stride over them.
     network = machine.network.across(layout.tensor) if layout.tensor > 1 else machine.network
-    inner = sharding_group(strategy, averaging, network.devices_per_node, group)
-    fused_loss = config.loss_in_head if fused_loss is None else fused_loss
-    precision = PRECISIONS[
-        "fp32" if dtype == "fp32" else "bf16" if strategy.casts_parameters else "bf16-autocast"
-    ]
-    stages, activation = _stages(
+    shards = sharding_group(strategy, averaging, network.devices_per_node, group)
+    if dtype == "fp32":
+        precision = PRECISIONS["fp32"]
+    elif strategy.casts_parameters:
+        precision = PRECISIONS["bf16"]
+    else:
+        precision = PRECISIONS["bf16-autocast"]
+    default_kernels = "eager" if config.ops == "torch" else "fused"
+    if fused_loss is None:
+        fused_loss = config.loss_in_head
+    stages, activation_bytes = _stages(
         config,
         layout,
         checkpointing,
         batch=batch,
         precision=precision,
-        kernels=kernels or ("eager" if config.ops == "torch" else "fused"),
+        kernels=kernels or default_kernels,
         fused_loss=fused_loss and layout.tensor == 1,
-        shards=inner if strategy.casts_parameters else None,
+        shards=shards if strategy.casts_parameters else None,
         optimizer=optimizer,
         machine=machine,
         dtype=dtype,
     )
-    message = machine.network.across(ranks // layout.pipeline).seconds(
-        activation, 2, 1, "broadcast"
-    )
+    # Ranks of neighbouring stages are this many ranks apart.
+    between_stages = machine.network.across(ranks // layout.pipeline)
+    message_s = between_stages.seconds(activation_bytes, 2, 1, "broadcast")
     own = _stages_of_ranks(layout.pipeline, stages)
-    ends = _ends(layout, stages, micro_batches, message)
+    ends = _ends(layout, stages, micro_batches, message_s)
     parts = rank_parts(config, layout, checkpointing, micro_batches)
     times = []
     for mine, end, part in zip(own, ends, parts, strict=True):
@@ -196,11 +169,10 @@ def estimate_step(
         compute = replace(
             once, forward=once.forward * micro_batches, backward=once.backward * micro_batches
         )
-        sent = messages(part.shape, dtype, bucket_size_mb, inner, reduced_bytes)
         time = step_time(
             strategy,
             compute,
-            sent,
+            messages(part.shape, dtype, bucket_size_mb, shards, reduced_bytes),
             network,
             averaging,
             contention=machine.contention,
@@ -208,16 +180,11 @@ def estimate_step(
             group=group,
         )
         if optimizer == "muon" and strategy.updates == "slices":
-            holders = inner if strategy.casts_parameters else averaging
-            parts_sent = 2 * BF16 * part.shape.num_layers * part.shape.block_matrices / holders
-            exchanged = network.seconds(parts_sent, holders, 2, "all_to_all")
-            time = replace(
-                time,
-                overhead=time.overhead + exchanged,
-                communication=time.communication + exchanged,
-                calls=time.calls + 2,
-            )
+            holders = shards if strategy.casts_parameters else averaging
+            time = _with_muon_exchange(time, part.shape, holders, network)
         inside = micro_batches * (mine.sent + mine.returned)
+        # In a pipeline, all seconds until the last action that are not computation are waiting:
+        # for messages inside of blocks, and for other stages.
         waited = inside if end is None else end - compute.forward - compute.backward
         between = pipeline_volume(
             part.shape,
@@ -226,12 +193,119 @@ def estimate_step(
             micro_batches=micro_batches,
         )
         calls = time.calls + micro_batches * mine.calls + between.collectives
-        host = host_time(micro_batches * mine.operators, calls)
-        overhead, communication = time.overhead + waited, time.communication + inside
         times.append(
-            replace(time, overhead=overhead, communication=communication, calls=calls, host=host)
+            replace(
+                time,
+                overhead=time.overhead + waited,
+                communication=time.communication + inside,
+                calls=calls,
+                host=host_time(micro_batches * mine.operators, calls),
+            )
         )
     return max(times, key=lambda time: time.step)
+
+
+def _with_muon_exchange(
+    time: StepTime, shape: ModelShape, holders: int, network: Network
+) -> StepTime:
+    """Return the time with Muon's two all-to-alls: matrices to their owners, and updates back.
+
+    Args:
+        holders: number of ranks that each hold a slice of every matrix.
+    """
+    matrices = shape.num_layers * shape.block_matrices
+    bytes_of_both = 2 * BF16 * matrices / holders
+    exchanged = network.seconds(bytes_of_both, holders, 2, "all_to_all")
+    return replace(
+        time,
+        overhead=time.overhead + exchanged,
+        communication=time.communication + exchanged,
+        calls=time.calls + 2,
+    )
+
+
+# -- computation -----------------------------------------------------------------------------------
+
+
+class Stage(NamedTuple):
+    """Seconds of one micro-batch in a stage of a pipeline, or in the whole model.
+
+    Args:
+        compute: seconds without communication. The optimizer's are those of a step.
+        operators: number of operators.
+        sent, returned: seconds of the messages between ranks that share a model, forward and
+            backward.
+        calls: number of these messages.
+    """
+
+    compute: ComputeTime
+    operators: int
+    sent: float
+    returned: float
+    calls: int
+
+    def seconds(self, action: Action, splits: bool) -> float:
+        """Return the seconds of an action.
+
+        Args:
+            action: forward `F`, backward `B`, or the weights' part of a backward, `W`.
+            splits: True if the schedule splits backward. Then each part has half of the
+                computation, and `B` has the messages.
+        """
+        if action.kind == "F":
+            return self.compute.forward + self.sent
+        backward = self.compute.backward / (2 if splits else 1)
+        return backward + (self.returned if action.kind == "B" else 0.0)
+
+
+def stage_time(
+    work: Workload, levels: Sequence[str], machine: Machine, layout: Layout, dtype: str
+) -> Stage:
+    """Return the time of a stage's part of a model.
+
+    Attention is torch's, whatever the model names.
+
+    Args:
+        work: workload of its shape.
+        levels: for each of its blocks, what it keeps.
+        machine: devices and their network.
+        layout: sizes of the groups of ranks that share a model.
+        dtype: `bf16` or `fp32`.
+    """
+    shape = work.shape
+    device = machine.device
+    # Operators outside of the blocks run once. Those of equal blocks are counted together.
+    parts = [(work.outside(), 1)]
+    for keep, blocks in Counter(levels).items():
+        parts.append((replace(work, keep=keep).block(), blocks))
+    seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+    count = 0
+    for operators, times in parts:
+        for operator in operators:
+            seconds[operator.phase] += times * device.seconds(operator)
+            count += times
+    copied = shape.num_parameters
+    if DTYPES[dtype] is not None:
+        # Linear layers write their gradients into the buffers themselves (`model.ops.linear`).
+        has_own_head = shape.has_head and not shape.tie_embeddings
+        head = has_own_head * shape.embedding_parameters
+        copied -= shape.num_layers * shape.block_matrices + head
+    compute = ComputeTime(
+        forward=seconds["forward"],
+        backward=seconds["backward"],
+        optimizer=seconds["optimizer"],
+        pack=2 * FP32 * copied / device.bytes_per_s,  # read and written
+    )
+    inside, calls = _inside_blocks(work, layout, machine)
+    # Half of these messages are the forward's. A recomputed block repeats them in backward.
+    recomputes = any(level != "none" for level in levels)
+    return Stage(
+        compute=compute,
+        operators=count,
+        sent=inside / 2,
+        returned=inside / 2 * (2 if recomputes else 1),
+        calls=calls,
+    )
 
 
 @lru_cache(maxsize=CACHED)
@@ -251,10 +325,11 @@ def _stages(
 ) -> tuple[tuple[Stage, ...], float]:
     """Return the time of each stage, and the bytes of the activations that a stage hands on.
 
-    Strategies that compute alike share an entry of the cache: a plan asks for a stage a hundred
+    Strategies that compute alike share an entry of the cache. A plan asks for a stage a hundred
     times.
     """
     stages = []
+    # A rank of an interleaved schedule has several stages. Here each stage has a rank of its own.
     every_stage = replace(layout, pipeline=stages_of(layout), schedule="1f1b")
     for part in rank_parts(config, every_stage, checkpointing):
         work = Workload(
@@ -268,14 +343,16 @@ def _stages(
             sharing=layout.context,
             optimizer=optimizer,
         )
-        levels = part.keeps if isinstance(part.keeps, tuple) else ("block",) * part.shape.num_layers
+        # A number says how many blocks are recomputed together, which includes every block.
+        every_block = ("block",) * part.shape.num_layers
+        levels = part.keeps if isinstance(part.keeps, tuple) else every_block
         stages.append(stage_time(work, levels, machine, layout, dtype))
     return tuple(stages), precision.residual * work.residual
 
 
 @lru_cache(maxsize=CACHED)
 def _stages_of_ranks(pipeline: int, stages: tuple[Stage, ...]) -> list[Stage]:
-    """Return what each rank of a pipeline does of a micro-batch: its stages together."""
+    """Return the work of each rank of a pipeline in a micro-batch: the sum of its stages."""
     found = []
     for rank in range(pipeline):
         mine = stages[rank::pipeline]
@@ -291,6 +368,9 @@ def _stages_of_ranks(pipeline: int, stages: tuple[Stage, ...]) -> list[Stage]:
     return found
 
 
+# -- messages and the host -------------------------------------------------------------------------
+
+
 @lru_cache(maxsize=CACHED)
 def _ends(
     layout: Layout, stages: tuple[Stage, ...], micro_batches: int, message: float
@@ -298,15 +378,26 @@ def _ends(
     """Return the seconds at which each rank of a pipeline ends its last action.
 
     None for a single rank, which never waits.
+
+    Args:
+        message: seconds of a message between two stages.
     """
     if layout.pipeline == 1:
-        return [None]  # and there may be 10^12 micro-batches, too many for a list of actions
+        return [None]  # before a list of actions is made: there may be 10^12 micro-batches
     schedule = _schedule(layout.schedule, layout.pipeline, micro_batches)
     splits = any(action.kind == "W" for actions in schedule for action in actions)
-    seconds = [
-        {kind: stage.seconds(Action(kind, 0, 0), splits) for kind in "FBW"} for stage in stages
-    ]
-    timeline = simulate(schedule, lambda action: seconds[action.stage][action.kind], message)
+    # A table, because a schedule has many more actions than kinds of them.
+    seconds_of_stage = []
+    for stage in stages:
+        seconds_of_kind = {}
+        for kind in ("F", "B", "W"):
+            seconds_of_kind[kind] = stage.seconds(Action(kind, 0, 0), splits)
+        seconds_of_stage.append(seconds_of_kind)
+
+    def seconds(action: Action) -> float:
+        return seconds_of_stage[action.stage][action.kind]
+
+    timeline = simulate(schedule, seconds, message)
     return [steps[-1].end for steps in timeline]
 
 
@@ -318,26 +409,28 @@ def _schedule(name: str, ranks: int, micro_batches: int) -> Schedule:
 def _inside_blocks(work: Workload, layout: Layout, machine: Machine) -> tuple[float, int]:
     """Return seconds and number of messages between ranks that share matrices or sequences.
 
-    They are those of forward and backward of a micro-batch.
-
-    Compute waits for each, and copies it once. A recomputed block repeats those of its forward,
-    half of them.
+    They are those of forward and backward of a micro-batch, without recomputation. The computation
+    waits for each, and copies it once.
     """
-    sizes = {"batch": work.batch, "itemsize": work.precision.compute}
-    tensor = tensor_volume(work.shape, context=work.context, **sizes)
+    tensor = tensor_volume(
+        work.shape, batch=work.batch, context=work.context, itemsize=work.precision.compute
+    )
     sequences = context_volume(
         work.shape,
+        batch=work.batch,
         context=work.context * layout.context,
         ranks=layout.context,
+        itemsize=work.precision.compute,
         how=layout.attention,
-        **sizes,
     )
-    both, network = tensor + sequences, machine.network
+    network = machine.network
     seconds = network.seconds(tensor.bytes, layout.tensor, tensor.collectives, "all_gather")
     seconds += network.across(layout.tensor).seconds(
         sequences.bytes, layout.context, sequences.collectives, "all_gather"
     )
-    return seconds + 2 * both.bytes / machine.device.bytes_per_s, both.collectives
+    both = tensor + sequences
+    copies = 2 * both.bytes / machine.device.bytes_per_s  # read and written
+    return seconds + copies, both.collectives
 
 
 def host_time(operators: int, calls: int) -> float:
@@ -358,20 +451,32 @@ def messages(
     Gradients are in fp32 by default, parameters in the dtype of the computation.
 
     Args:
+        shape: shape of a rank's part of the model.
+        dtype: `bf16` or `fp32`.
+        bucket_size_mb: MiB per bucket, for strategies with buckets.
         shards: number of ranks among which FSDP shards a parameter. Above one, messages are padded
             to whole rows.
+        reduced_bytes: bytes per element of the gradients that are sent.
     """
-    compute, numels = DTYPES[dtype], shape.parameter_numels()
+    numels = shape.parameter_numels()
     buckets = plan_buckets(numels, [torch.float32] * len(numels), bucket_size_mb)
-    total, units = sum(numels), shape.num_layers + shape.vocabularies
     if shards > 1:
         total = padded_parameters(shape, shards)
-        units = (
-            shape.num_layers * len(sharded_buffers(shape.matrix_shapes_per_block, shards))
-            + shape.vocabularies
-        )
-    gathered = total * (FP32 if compute is None else compute.itemsize)
-    return Messages(reduced_bytes * total, gathered, len(numels) + 1, len(buckets), units)
+        buffers_of_block = len(sharded_buffers(shape.matrix_shapes_per_block, shards))
+    else:
+        total = sum(numels)
+        buffers_of_block = 1
+    compute_dtype = DTYPES[dtype]
+    return Messages(
+        gradient_bytes=reduced_bytes * total,
+        parameter_bytes=total * (FP32 if compute_dtype is None else compute_dtype.itemsize),
+        parameters=len(numels) + 1,
+        buckets=len(buckets),
+        units=shape.num_layers * buffers_of_block + shape.vocabularies,
+    )
+
+
+# -- machines --------------------------------------------------------------------------------------
 
 
 def machine_of(
@@ -383,22 +488,22 @@ def machine_of(
     dtype: str = "bf16",
     head_dim: int = 128,
 ) -> Machine:
-    """A machine of a device's datasheet, at the shares of its peaks that a calibrated one reaches.
+    """Return a machine by a device's datasheet, at the shares that a calibrated one reaches.
 
     Args:
+        spec: datasheet of the device.
         link: link inside a node, `nvlink` or `pcie`.
         between: name in `distlab.hardware.NETWORK_LINKS`, one such link per device.
+        devices_per_node: number of devices that share a node.
+        dtype: `bf16` or `fp32`.
         head_dim: width of a head. Attention is slower below 128.
 
     Raises:
         ValueError: an unknown link, or a dtype without a peak. The message lists what is known.
     """
     inside = {"nvlink": spec.nvlink_bandwidth, "pcie": spec.pcie_bandwidth}
-    for what, value, known in (("link", link, inside), ("between", between, NETWORK_LINKS)):
-        if value not in known:
-            raise ValueError(
-                f"{what} {value!r} is unknown for {spec.name}; choose one of {', '.join(known)}"
-            )
+    _check_known("link", link, inside, spec)
+    _check_known("between", between, NETWORK_LINKS, spec)
     network = Network(
         inside[link] * LINK_SHARE,
         NETWORK_LINKS[between] * LINK_SHARE,
@@ -412,9 +517,11 @@ def machine_of(
 def machine_on(
     hosts: ClusterSpec, *, dtype: str = "bf16", attention: str = "cudnn", head_dim: int = 128
 ) -> Machine:
-    """A machine of a cluster's datasheets, at the same shares, with the latencies of its links.
+    """Return a machine by a cluster's datasheets, at the same shares, with its links' latencies.
 
     Args:
+        hosts: hardware of the cluster.
+        dtype: `bf16` or `fp32`.
         attention: kernels of attention, `cudnn` or `flash` (FlashAttention-2).
         head_dim: width of a head. Attention is slower below 128.
 
@@ -433,30 +540,44 @@ def machine_on(
 
 
 def power_share(spec: GPUSpec) -> float:
-    """Return the share of the rate of matmuls that remains under a lower power limit."""
+    """Return the share of the rate of matmuls that remains under a lower power limit.
+
+    With limit P, full limit F and static power S: ((P − S) / (F − S))^`POWER_EXPONENT`.
+    """
     if spec.full_watts is None or spec.watts is None:
         return 1.0
     static = STATIC_POWER_SHARE * spec.full_watts
-    return ((spec.watts - static) / (spec.full_watts - static)) ** POWER_EXPONENT
+    left_for_switching = (spec.watts - static) / (spec.full_watts - static)
+    return left_for_switching**POWER_EXPONENT
 
 
 def _device(spec: GPUSpec, dtype: str, attention: str, head_dim: int) -> DeviceModel:
-    peak_dtype = {"fp32": "tf32"}.get(dtype, dtype)
-    for what, value, known in (
-        ("attention", attention, ATTENTION_SHARE),
-        ("dtype", peak_dtype, spec.peak),
-    ):
-        if value not in known:
-            raise ValueError(
-                f"{what} {value!r} is unknown for {spec.name}; choose one of {', '.join(known)}"
-            )
-    hopper = spec.shared_memory_per_sm >= 228 * 1024
-    share = ATTENTION_SHARE[attention if hopper else "cudnn"][128 if head_dim >= 128 else 64]
-    peak, bandwidth = spec.peak[peak_dtype], spec.hbm_bandwidth
-    matmuls = peak * FLOPS_SHARE * power_share(spec)
+    """Return the model of a device: its datasheet's peaks times the shares above."""
+    peak_dtype = "tf32" if dtype == "fp32" else dtype  # as fp32 matmuls run
+    _check_known("attention", attention, ATTENTION_SHARE, spec)
+    _check_known("dtype", peak_dtype, spec.peak, spec)
+    is_hopper = spec.shared_memory_per_sm >= 228 * 1024
+    shares = ATTENTION_SHARE[attention if is_hopper else "cudnn"]
+    attention_share = shares[128 if head_dim >= 128 else 64]
+    peak = spec.peak[peak_dtype]
     return DeviceModel(
-        matmuls, bandwidth * MEMORY_SHARE, LAUNCH_S, bandwidth * UPDATE_SHARE, peak * share
+        flops_per_s=peak * FLOPS_SHARE * power_share(spec),
+        bytes_per_s=spec.hbm_bandwidth * MEMORY_SHARE,
+        launch_s=LAUNCH_S,
+        update_bytes_per_s=spec.hbm_bandwidth * UPDATE_SHARE,
+        attention_flops_per_s=peak * attention_share,
     )
+
+
+def _check_known(what: str, value: str, known: Collection[str], spec: GPUSpec) -> None:
+    """Raise ValueError for a value that is not among the known ones."""
+    if value not in known:
+        raise ValueError(
+            f"{what} {value!r} is unknown for {spec.name}; choose one of {', '.join(known)}"
+        )
+
+
+# -- options ---------------------------------------------------------------------------------------
 
 
 def read_object(path: str | Path) -> dict[str, Any]:
@@ -497,7 +618,9 @@ class MachineOptions(ModelChanges):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.shape(), self.machine()
+        # Both raise for values that are not allowed.
+        self.shape()
+        self.machine()
 
     @classmethod
     def check_given(cls, given: dict[str, Any]) -> None:
@@ -508,12 +631,12 @@ class MachineOptions(ModelChanges):
         for each in declared_options(cls):
             if each.name in replaced and each.name in given:
                 raise ValueError(
-                    f"{each.flag} {given[each.name]}: --cluster {given['cluster']} has its own GPUs "
-                    "and links: leave one of the two out"
+                    f"{each.flag} {given[each.name]}: --cluster {given['cluster']} has its own "
+                    "GPUs and links: leave one of the two out"
                 )
 
     def shape(self) -> ModelConfig:
-        """The preset or the model of a file, with what other options replace."""
+        """Return the preset, or the model of a file, with the sizes that other options replace."""
         if not self.model.endswith(".json"):
             return self.changed(preset(self.model))
         try:
@@ -525,7 +648,7 @@ class MachineOptions(ModelChanges):
         return self.changed(known)
 
     def kernels(self) -> str | None:
-        """Name of the kernels in `Workload`. None: those of the model's `ops`.
+        """Return the name of the kernels in `Workload`. None: those of the model's `ops`.
 
         Raises:
             ValueError: attention whose time has no closed form.
@@ -538,26 +661,28 @@ class MachineOptions(ModelChanges):
         return "fused" if self.compile != "off" else None
 
     def hosts(self) -> ClusterSpec | None:
-        """The cluster, where one was named."""
+        """Return the cluster that was named, or None."""
         return None if self.cluster is None else cluster(self.cluster)
 
     def gpu(self) -> GPUSpec:
-        """The device's datasheet."""
+        """Return the device's datasheet."""
         return by_alias(self.device) if self.cluster is None else cluster(self.cluster).gpu
 
     def place(self) -> str:
-        """GPU and links, or the cluster, in words."""
+        """Return GPU and links, or the cluster, in words."""
         return self.cluster or f"{self.gpu().name} ({self.link}, {self.between})"
 
     def machine(self) -> Machine:
         """Return the machine, by `machine_of`, or by `machine_on` if a cluster was named."""
-        shape = self.shape()  # None: a user's own model
-        computes = {"dtype": self.dtype} | ({} if shape is None else {"head_dim": shape.head_dim})
+        shape = self.shape()
+        head_dim = 128 if shape is None else shape.head_dim  # None: a user's own model
         if self.cluster is not None:
-            return machine_on(cluster(self.cluster), **computes)
-        known = {
-            "link": self.link,
-            "between": self.between,
-            "devices_per_node": self.devices_per_node,
-        }
-        return machine_of(self.gpu(), **computes, **known)
+            return machine_on(cluster(self.cluster), dtype=self.dtype, head_dim=head_dim)
+        return machine_of(
+            self.gpu(),
+            link=self.link,
+            between=self.between,
+            devices_per_node=self.devices_per_node,
+            dtype=self.dtype,
+            head_dim=head_dim,
+        )

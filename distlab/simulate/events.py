@@ -1,25 +1,24 @@
 """Events of a step in the order of the computing stream: operators, collectives, waits, memory."""
 
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 from torch.utils.flop_counter import flop_registry
 
-from distlab.comm import collectives
 from distlab.measure.collectives import CollectiveCall, CollectiveRecorder, tensors_in
-from distlab.measure.nvtx import MESSAGES
+from distlab.simulate.world import SimulatedGroup
 from distlab.theory.operators import Compute
 
 CATEGORIES = ("parameters", "buckets", "gathered", "activations", "backward", "optimizer")
-_BORN = {
+# Phase in which a storage was made → its category.
+_CATEGORY_OF_PHASE = {
     "construction": "buckets",
     "forward": "activations",
     "backward": "backward",
@@ -29,10 +28,12 @@ _BORN = {
 
 @dataclass(frozen=True)
 class GroupCall(CollectiveCall):
-    """A collective among `ranks` of all ranks, whose numbers are `stride` apart.
+    """A collective among some of all ranks.
 
-    Of neighbours that is 1; of those that hold the same shard in different groups the size of a
-    group.
+    Args:
+        ranks: number of ranks in the group.
+        stride: difference of the numbers of two neighbours in the group. 1 for a group of
+            neighbours. The size of a group for ranks that hold the same shard in different groups.
     """
 
     ranks: int = 1
@@ -50,9 +51,9 @@ class Wait:
 class MemoryMoment:
     """Bytes alive after an item of this phase, by category (`CATEGORIES`).
 
-    `parameters`, `buckets` (made at construction) and `gathered` (made at construction, freed and
-    refilled) are told apart by what they are; `activations`, `backward` (gradients and temporaries)
-    and `optimizer` by when they were made.
+    Three categories say what memory is: `parameters`, `buckets` (made at construction) and
+    `gathered` (made at construction, freed and refilled). Three say when it was made:
+    `activations`, `backward` (gradients and temporaries) and `optimizer`.
     """
 
     phase: str
@@ -65,12 +66,13 @@ class MemoryMoment:
 
 
 class EventLog(CollectiveRecorder):
-    """Records the events of everything that runs inside `with log.recording():`.
+    """Recorder of the events of everything that runs inside `with log.recording():`.
 
     Attributes:
-        phase: `construction`, `forward` or `optimizer`, set by the caller; `backward` shows by
-            itself.
-        items: `Compute`, `CollectiveCall` (handed to the communication stream) and `Wait` in order.
+        phase: `construction`, `forward` or `optimizer`, set by the caller. The log finds `backward`
+            by itself.
+        items: `Compute`, `CollectiveCall` (handed to the communication stream) and `Wait`, in
+            order.
         memory: a moment per item after which memory had changed.
     """
 
@@ -79,43 +81,47 @@ class EventLog(CollectiveRecorder):
         self.phase = "construction"
         self.items: list[Compute | CollectiveCall | Wait] = []
         self.memory: list[MemoryMoment] = []
-        self._through_seam = False
-        self._group: ProcessGroup | None = None  # of the collective that is being issued
-        self._alive = dict.fromkeys(CATEGORIES, 0)
+        # Group of the message that is being issued and that has a handle of ours, else None.
+        self._sending_to: SimulatedGroup | None = None
+        self._alive = dict.fromkeys(CATEGORIES, 0)  # category → bytes
         self._sizes: dict[int, tuple[str, int]] = {}  # storage → (category, bytes)
-        self._changed = False
+        self._changed = False  # whether memory has changed since the last moment
 
     @contextmanager
-    def recording(self) -> Iterator["EventLog"]:
-        """Record operators (by a dispatch mode), waits of collectives and resized storages."""
-        resize = torch.UntypedStorage.resize_
+    def recording(self, group: SimulatedGroup | None = None) -> Iterator["EventLog"]:
+        """Record operators (by a dispatch mode), waits of collectives, and resized storages.
 
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            self._resize(storage, size)
-            return result
+        Args:
+            group: world whose messages are traced, and of all groups that are made meanwhile.
+                Without it, every collective counts as one that blocks.
+        """
+        if group is not None:
+            group.observer = self
+        try:
+            with _resizes_are_seen(self._resize), self:
+                yield self
+        finally:
+            if group is not None:
+                group.observer = None
 
-        with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
-            for name in MESSAGES:
-                wrapped = self._at_seam(getattr(collectives, name))
-                stack.enter_context(mock.patch.object(collectives, name, wrapped))
-            stack.enter_context(self)
-            yield self
-
-    def own_parameters(self, parameters: Iterator[Tensor]) -> None:
+    def own_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Count the memory of these parameters as `parameters` from now on."""
         for parameter in parameters:
             key = id(parameter.untyped_storage())
             if key in self._sizes:
-                self._keep(key, "parameters", self._sizes[key][1])
+                _, size = self._sizes[key]
+                self._keep(key, "parameters", size)
+
+    def alive(self) -> dict[str, int]:
+        """Return the bytes that are alive now, by category."""
+        return dict(self._alive)
 
     @property
     def current_phase(self) -> str:
         """Return `backward` inside a backward, else the phase that was set."""
         return "backward" if torch._C._current_graph_task_id() != -1 else self.phase
 
-    # -- operators and collectives -------------------------------------------------------------------------
+    # -- operators and collectives -----------------------------------------------------------------
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is _DEVICE:
@@ -125,70 +131,79 @@ class EventLog(CollectiveRecorder):
         before = len(self.calls)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if len(self.calls) > before:
-            self.items.append(self.calls[-1])
-            if not self._through_seam:  # nobody holds its handle: it blocks
-                self.items.append(Wait(self.calls[-1].sequence))
+            call = self.calls[-1]
+            self.items.append(call)
+            if self._sending_to is None:  # no caller holds its handle: it blocks
+                self.items.append(Wait(call.sequence))
         else:
             self._add_operator(func, args, kwargs or {}, result)
         for tensor in tensors_in(result):
             self._see(tensor)
         if self._changed:
             self._changed = False
-            self.memory.append(MemoryMoment(self.current_phase, dict(self._alive)))
+            self.memory.append(MemoryMoment(self.current_phase, self.alive()))
         return result
 
     def _add_operator(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        if (
-            func.namespace not in ("aten", "distlab_kernels")
-            or func.is_view
-            or func.overloadpacket.__name__ in _FREE
-        ):
+        if func.namespace not in ("aten", "distlab_kernels") or func.is_view:
+            return
+        name = func.overloadpacket.__name__
+        if name in _FREE:
             return
         flops = _flops(func, args, kwargs, result)
         moved = _bytes_moved(func, args, kwargs, result)
         if flops or moved:
-            name = func.overloadpacket.__name__
             self.items.append(Compute(name, flops, moved, self.current_phase))
 
-    def _at_seam(self, function: Any) -> Any:
-        def issue(*args: Any, **kwargs: Any) -> "_TracedWork":
-            self._through_seam = True
-            self._group = next(
-                (each for each in (*args, *kwargs.values()) if isinstance(each, ProcessGroup)), None
-            )
-            try:
-                work = function(*args, **kwargs)
-            finally:
-                self._through_seam, self._group = False, None
-            return _TracedWork(work, self, self.calls[-1].sequence)
+    @contextmanager
+    def sending(self, group: SimulatedGroup) -> Iterator[None]:
+        """Take the collective that is issued in the block for one that does not block.
 
-        return issue
+        `group` calls this.
+        """
+        self._sending_to = group
+        try:
+            yield
+        finally:
+            self._sending_to = None
+
+    def traced(self, work: Work) -> "_TracedWork":
+        """Return a handle of the last message, whose `wait()` is an event."""
+        return _TracedWork(work, self, self.calls[-1].sequence)
 
     def _record(self, name: str, args: tuple, result: Any) -> None:
         before = len(self.calls)
         super()._record(name, args, result)
-        if (
-            len(self.calls) > before
-            and self._group is not None
-            and self._group.size() < dist.get_world_size()
-        ):
-            ranks = dist.get_process_group_ranks(self._group)
-            stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-            self.calls[-1] = GroupCall(**vars(self.calls[-1]), ranks=len(ranks), stride=stride)
+        group = self._sending_to
+        if len(self.calls) == before or group is None or group.size() == dist.get_world_size():
+            return
+        ranks = dist.get_process_group_ranks(group)
+        call = self.calls[-1]
+        self.calls[-1] = GroupCall(
+            op=call.op,
+            bytes=call.bytes,
+            dtype=call.dtype,
+            numel=call.numel,
+            sequence=call.sequence,
+            ranks=len(ranks),
+            stride=ranks[1] - ranks[0] if len(ranks) > 1 else 1,
+        )
 
-    # -- memory --------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     def _see(self, tensor: Tensor) -> None:
+        """Note the storage of a tensor, if it is new."""
         storage = tensor.untyped_storage()
-        # What says it is on meta has no memory on the GPU either.
-        if not tensor.is_meta and id(storage) not in self._sizes:
-            self._keep(id(storage), _BORN[self.current_phase], storage.nbytes())
-            weakref.finalize(storage, self._free, id(storage))
+        # A tensor on meta has no memory on the GPU either.
+        if tensor.is_meta or id(storage) in self._sizes:
+            return
+        self._keep(id(storage), _CATEGORY_OF_PHASE[self.current_phase], storage.nbytes())
+        weakref.finalize(storage, self._free, id(storage))
 
     def _keep(self, key: int, category: str, size: int) -> None:
         """Note that a storage, new or not, has `size` bytes of `category` from now on."""
-        before, held = self._sizes.get(key, (category, 0))
-        self._alive[before] -= held
+        category_before, size_before = self._sizes.get(key, (category, 0))
+        self._alive[category_before] -= size_before
         self._alive[category] += size
         self._sizes[key] = (category, size)
         self._changed = True
@@ -199,16 +214,51 @@ class EventLog(CollectiveRecorder):
         self._changed = True
 
     def _resize(self, storage: torch.UntypedStorage, size: int) -> None:
-        if id(storage) in self._sizes:
-            category = self._sizes[id(storage)][0]
-            self._keep(id(storage), "gathered" if category == "buckets" else category, size)
+        if id(storage) not in self._sizes:
+            return
+        category, _ = self._sizes[id(storage)]
+        if category == "buckets":
+            category = "gathered"
+        self._keep(id(storage), category, size)
+
+
+@contextmanager
+def _resizes_are_seen(on_resize: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+    """Replace ``torch.UntypedStorage.resize_`` while the block runs, and report each call.
+
+    Nothing public does this. Strategies free and refill memory by resizing its storage, and a
+    storage has neither hooks nor operators that a dispatch mode could see.
+
+    Args:
+        on_resize: function that is called with a storage and its new size in bytes.
+    """
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        on_resize(storage, size)
+        return result
+
+    torch.UntypedStorage.resize_ = resized
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize
 
 
 class _TracedWork:
-    """A collective's handle whose `wait()` is an event."""
+    """A collective's handle whose `wait()` is an event.
+
+    Args:
+        work: handle of torch.
+        log: log of the events.
+        sequence: number of the collective.
+    """
 
     def __init__(self, work: Work, log: EventLog, sequence: int):
-        self._work, self._log, self._sequence = work, log, sequence
+        self._work = work
+        self._log = log
+        self._sequence = sequence
 
     def wait(self, *args: Any) -> Any:
         self._log.items.append(Wait(self._sequence))
@@ -220,7 +270,7 @@ class _TracedWork:
 
 _DEVICE = torch.ops.prim.device.default
 
-# They reserve memory or read a shape, and launch nothing.
+# Names of operators that reserve memory or read a shape, and launch nothing.
 _FREE = {
     "empty",
     "empty_like",
@@ -233,21 +283,27 @@ _FREE = {
 }
 
 
-# Their first argument is written and not read.
+# Names of operators that write their first argument without reading it.
 _OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "normal_"}
 
 
 def _flops(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
+    """Return the FLOPs of an operator, 0 if it has no matmul."""
     packet = func.overloadpacket
-    if "scaled_dot_product" in packet.__name__:
-        # Causal: half of the scores. Backward makes the scores again and four matmuls where forward
-        # makes two.
-        is_backward = packet.__name__.endswith("backward")
-        query, key = (args[1], args[2]) if is_backward else (args[0], args[1])
-        matmul = 2 * query.numel() * key.shape[-2]
-        return matmul * (5 if is_backward else 2) // 2
-    formula = flop_registry.get(packet)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    name = packet.__name__
+    if "scaled_dot_product" not in name:
+        formula = flop_registry.get(packet)
+        return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    # Each of the B·H·T·D elements of the query meets T keys in a matmul: 2·B·H·T·D·T. Forward makes
+    # two matmuls (scores, values). Backward makes the scores again, and four for the gradients.
+    if name.endswith("backward"):
+        query, key = args[1], args[2]
+        matmuls = 5
+    else:
+        query, key = args[0], args[1]
+        matmuls = 2
+    matmul_flops = 2 * query.numel() * key.shape[-2]
+    return matmul_flops * matmuls // 2  # causal: half of the scores
 
 
 def _bytes_moved(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
@@ -255,13 +311,21 @@ def _bytes_moved(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
 
     Arguments that are changed in place are both.
     """
-    name = func.overloadpacket.__name__
-    moved = sum(_size(tensor) for tensor in tensors_in((args[name in _OVERWRITES :], kwargs)))
+    overwrites = func.overloadpacket.__name__ in _OVERWRITES
+    inputs = args[1:] if overwrites else args
+    moved = 0
+    for tensor in tensors_in((inputs, kwargs)):
+        moved += _size(tensor)
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            moved += sum(_size(tensor) for tensor in tensors_in(value))
-    read = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
-    return moved + sum(_size(t) for t in tensors_in(result) if id(t.untyped_storage()) not in read)
+            for tensor in tensors_in(value):
+                moved += _size(tensor)
+    # A result in the memory of an argument is a view of it, or was counted as one changed in place.
+    storages_of_arguments = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
+    for tensor in tensors_in(result):
+        if id(tensor.untyped_storage()) not in storages_of_arguments:
+            moved += _size(tensor)
+    return moved
 
 
 def _size(tensor: Tensor) -> int:

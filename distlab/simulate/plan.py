@@ -36,9 +36,8 @@ class Plan:
         time = (
             "whose time is not known" if self.time is None else f"of {1e3 * self.time.step:,.0f} ms"
         )
-        most = (
-            f"{self.memory.peak.total / GIB:,.1f} GiB{free} on each rank ({self.memory.peak_phase})"
-        )
+        peak = f"{self.memory.peak.total / GIB:,.1f} GiB"
+        most = f"{peak}{free} on each rank ({self.memory.peak_phase})"
         return f"{self.step}: blocks keep {self.step.checkpointing}, at most {most}, a step {time}"
 
 
@@ -48,29 +47,37 @@ def plan_steps(
     """Predict each of these steps on the ranks of this context. A collective.
 
     Args:
-        micro_batches: accumulated in a step.
+        steps: steps to predict.
+        context: context of this rank.
+        micro_batches: number of micro-batches accumulated in a step.
     """
-    on_gpu, free = context.device.type == "cuda", memory_of_a_rank(context.device, context)
+    on_gpu = context.device.type == "cuda"
+    free = memory_of_a_rank(context.device, context)
     gpu = lookup(torch.cuda.get_device_name(context.device)) if on_gpu else None
     plans = []
     for planned in steps:
+        # `auto` becomes the least recomputation that fits.
         step = replace(planned, checkpointing=settled(planned, context))
         memory = step.memory(context.world_size, on_gpu=on_gpu)
-        plans.append(
-            Plan(step, memory, free, step_time(step, gpu, context.world_size, micro_batches))
-        )
+        time = step_time(step, gpu, context.world_size, micro_batches)
+        plans.append(Plan(step, memory, free, time))
     return plans
 
 
 def step_time(
     step: PlannedStep, gpu: GPUSpec | None, ranks: int, micro_batches: int = 1
 ) -> StepTime | None:
-    """Return the time of a step. None if there is no closed form, or if the GPU is unknown."""
-    if (
-        gpu is None
-        or not has_closed_form(STRATEGIES[step.strategy])
-        or step.model.attention == "naive"
-    ):
+    """Return the time of a step. None if there is no closed form, or if the GPU is unknown.
+
+    Args:
+        step: step with `checkpointing` resolved.
+        gpu: datasheet of the GPU, or None.
+        ranks: number of ranks.
+        micro_batches: number of micro-batches accumulated in a step.
+    """
+    if gpu is None or step.model.attention == "naive":
+        return None
+    if not has_closed_form(STRATEGIES[step.strategy]):
         return None
     return estimate_step(
         step.model,

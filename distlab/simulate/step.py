@@ -1,7 +1,7 @@
 """Run a few training steps of a real strategy in a fake world, and keep what the last ones did.
 
-`simulate_step` takes any model and step; `simulate_training` is the lab's own: the Transformer,
-`TrainStep` and AdamW.
+`simulate_step` takes any model and any step. `simulate_training` takes the lab's own: the
+Transformer, `TrainStep` and AdamW. `timeline.replay` gives the result a time.
 """
 
 import gc
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -17,7 +16,9 @@ from torch.optim import Optimizer
 
 from distlab.measure.collectives import CollectiveCall
 from distlab.model import ModelConfig, ops
+from distlab.model.config import Checkpointing
 from distlab.parallel import Layout, ParallelModel, Strategy, get_strategy
+from distlab.parallel.build import BUCKET_SIZE_MB
 from distlab.parallel.layout import DATA_PARALLEL
 from distlab.precision import DTYPES
 from distlab.simulate.events import Compute, EventLog, MemoryMoment, Wait
@@ -28,22 +29,23 @@ from distlab.train.step import TrainStep, loss_function
 
 Mark = Callable[[str], None]
 MakeStep = Callable[[ParallelModel, Optimizer, Mark], Callable[[], Any]]
-# orders are learned and optimizer states made in the first; the other two repeat each other
+# In the first step, strategies learn orders and optimizers make their states. The other two repeat
+# each other.
 STEPS = 3
 
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A settled training step of one rank.
+    """A training step of one rank in the steady state.
 
     Args:
-        world_size: ranks.
-        calls: the collectives of the step, in order.
-        items: events of two consecutive settled steps (what the first leaves in flight, the second
-            waits for).
+        world_size: number of ranks.
+        calls: collectives of the step, in order.
+        items: events of two consecutive steps. The second waits for what the first leaves in
+            flight.
         boundary: number of items in the first of the two.
-        memory: the moments of the last step.
-        after_init: bytes by category once wrapped and before any step.
+        memory: moments of the last step.
+        after_init: bytes by category once the model is wrapped, before any step.
     """
 
     world_size: int
@@ -55,17 +57,17 @@ class SimulatedStep:
 
     @property
     def peak(self) -> MemoryMoment:
-        """The moment at which most memory was in use."""
+        """Moment at which most memory was in use."""
         return max(self.memory, key=lambda moment: moment.total)
 
     @property
     def comm_bytes(self) -> int:
-        """Payload of all collectives of the step."""
+        """Payload of all collectives of the step, in bytes."""
         return sum(call.bytes for call in self.calls)
 
     @property
     def operators(self) -> tuple[Compute, ...]:
-        """The operators of the last step, in order."""
+        """Operators of the last step, in order."""
         return tuple(item for item in self.items[self.boundary :] if isinstance(item, Compute))
 
 
@@ -77,7 +79,11 @@ def simulate_step(
     world_size: int,
     rank: int = 0,
     like_nccl: bool = True,
-    **options: Any,
+    checkpointing: Checkpointing = False,
+    layout: Layout = DATA_PARALLEL,
+    compute_dtype: torch.dtype | None = None,
+    bucket_size_mb: float | None = BUCKET_SIZE_MB,
+    shard_size: int | None = None,
 ) -> SimulatedStep:
     """Simulate one step with fused AdamW on rank `rank` of `world_size`, without memory or time.
 
@@ -88,24 +94,26 @@ def simulate_step(
         make_step: function `make_step(wrapper, optimizer, mark)` that returns a function that
             trains one step and calls `mark("forward_backward")` before its optimizer's step, as
             `TrainStep` does.
+        world_size: number of ranks.
+        rank: number of the simulated rank, from 0.
         like_nccl: True to answer as NCCL does, see `fake_world`.
-        options: `checkpointing`, `layout`, `compute_dtype`, `bucket_size_mb` and `shard_size` of
-            `build_training`.
+        checkpointing, layout, compute_dtype, bucket_size_mb, shard_size: as in `build_training`.
 
     Raises:
-        ValueError: torch's strategies, whose C++ reads the parameters' memory; an impossible rank.
+        ValueError: one of torch's strategies, whose C++ reads the parameters' memory, or an
+            impossible rank.
     """
     entry = get_strategy(strategy) if isinstance(strategy, str) else strategy
     if entry.is_peer:
         raise ValueError(
-            f"{entry.name} cannot be simulated: torch's reducer reads the parameters' memory, and fake tensors have "
-            "none; its volume is in closed form in distlab.theory.volume"
+            f"{entry.name} cannot be simulated: torch's reducer reads the parameters' memory, and "
+            "fake tensors have none; its volume is in closed form in distlab.theory.volume"
         )
     log = EventLog()
     with (
         _collecting_only_what_is_new(),
         fake_world(world_size, rank, like_nccl=like_nccl) as group,
-        log.recording(),
+        log.recording(group),
     ):
         _, wrapper, optimizer = build_training(
             build if isinstance(build, ModelConfig) else build(),
@@ -114,32 +122,43 @@ def simulate_step(
             torch.optim.AdamW,
             {"fused": True},
             device="cpu",
-            **options,
+            checkpointing=checkpointing,
+            layout=layout,
+            compute_dtype=compute_dtype,
+            bucket_size_mb=bucket_size_mb,
+            shard_size=shard_size,
         )
         gc.collect()
         log.own_parameters(wrapper.parameters())
-        after_init = dict(log._alive)
+        after_init = log.alive()
 
         def mark(phase: str) -> None:
             log.phase = "optimizer" if phase == "forward_backward" else "forward"
 
         step = make_step(wrapper, optimizer, mark)
-        begins = []  # items, calls, moments before each step
+        # Lengths of the log before each step.
+        items_before: list[int] = []
+        calls_before: list[int] = []
+        moments_before: list[int] = []
         for _ in range(STEPS):
-            begins.append((len(log.items), len(log.calls), len(log.memory)))
+            items_before.append(len(log.items))
+            calls_before.append(len(log.calls))
+            moments_before.append(len(log.memory))
             log.phase = "forward"
             step()
-        items, all_calls, memory = tuple(log.items), tuple(log.calls), tuple(log.memory)
+        # Read the log before the wrapper closes, which may free memory and send.
+        items = tuple(log.items[items_before[-2] :])
+        calls = tuple(log.calls[calls_before[-1] :])
+        memory = tuple(log.memory[moments_before[-1] :])
         wrapper.close(restore=False)
         del step, wrapper, optimizer
-    _, (first, _, _), (second, calls, moments) = begins
     return SimulatedStep(
-        world_size,
-        all_calls[calls:],
-        items[first:],
-        second - first,
-        memory[moments:],
-        after_init,
+        world_size=world_size,
+        calls=calls,
+        items=items,
+        boundary=items_before[-1] - items_before[-2],
+        memory=memory,
+        after_init=after_init,
     )
 
 
@@ -149,62 +168,77 @@ def simulate_training(
     *,
     batch: int,
     world_size: int,
+    rank: int = 0,
     dtype: str = "bf16",
     micro_batches: int = 1,
+    checkpointing: Checkpointing = False,
     layout: Layout = DATA_PARALLEL,
-    **options: Any,
+    bucket_size_mb: float | None = BUCKET_SIZE_MB,
+    shard_size: int | None = None,
 ) -> SimulatedStep:
     """Simulate one step that ddp_bench times: full-length sequences, fused AdamW, `dtype`.
 
-    All is as on GPUs: NCCL's answers (see `fake_world`), linear layers that write their weights'
-    gradients in fp32 directly to their place (see `model.ops.linear`), the choice of `auto`, and
-    torch's fused attention in place of this lab's, which keeps the same tensors.
+    The step is the one that GPUs run: NCCL's answers (see `fake_world`), linear layers that write
+    the gradients of their weights in fp32 directly to their place (see `model.ops.linear`), and
+    the operations that `auto` chooses. Torch's fused attention takes the place of this lab's, and
+    keeps the same tensors.
 
     Args:
         config: shape of the model. Sequences have its context length.
+        strategy: name in `distlab.parallel.STRATEGIES`.
         batch: sequences per rank.
+        world_size: number of ranks.
+        rank: number of the simulated rank, from 0. The ranks of a pipeline differ.
         dtype: `fp32`, or `bf16`/`fp16` over fp32 parameters.
         micro_batches: number of micro-batches accumulated in a step, of `batch` sequences each.
         layout: sizes of the groups of ranks that share the model. Such ranks have `batch` sequences
             for each of them.
-        options: `rank`, whose step is simulated (those of a pipeline differ), and `checkpointing`,
-            `bucket_size_mb` and `shard_size` of `simulate_step`.
+        checkpointing, bucket_size_mb, shard_size: as in `build_training`.
 
     Raises:
-        ValueError: an unknown strategy or dtype, one of torch's strategies, a size below one.
+        ValueError: an unknown strategy or dtype, one of torch's strategies, or a size below one.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
     at_least_one(batch=batch)
-    attention = "naive" if config.attention == "naive" else "sdpa"
     config = replace(
-        config, attention=attention, ops="torch" if config.ops == "torch" else "triton"
+        config,
+        attention="naive" if config.attention == "naive" else "sdpa",
+        ops="torch" if config.ops == "torch" else "triton",
     )
 
     def make_step(wrapper: ParallelModel, optimizer: Optimizer, mark: Mark) -> Callable[[], Any]:
-        tokens = torch.zeros(
-            batch * layout.ranks, config.context_length // layout.context, dtype=torch.int64
-        )
+        sequences = batch * layout.ranks
+        tokens_of_a_rank = config.context_length // layout.context
+        tokens = torch.zeros(sequences, tokens_of_a_rank, dtype=torch.int64)
         train = TrainStep(wrapper, optimizer, loss_function(config, layout), mark=mark)
-        return lambda: train([(tokens, tokens)] * micro_batches)
 
-    with mock.patch.object(ops, "on_gpu", lambda x: True):
+        def step() -> None:
+            train([(tokens, tokens)] * micro_batches)
+
+        return step
+
+    with ops.as_on_gpu():
         return simulate_step(
             strategy,
             config,
             make_step,
             world_size=world_size,
+            rank=rank,
+            checkpointing=checkpointing,
             layout=layout,
             compute_dtype=DTYPES[dtype],
-            **options,
+            bucket_size_mb=bucket_size_mb,
+            shard_size=shard_size,
         )
 
 
 @contextmanager
 def _collecting_only_what_is_new() -> Iterator[None]:
-    """Whole collections are cheap within: they leave out what exists already.
+    """Make whole collections cheap in the block: they leave out the objects that exist already.
 
-    One more at the end, because finalizers of fake storages write into the log: let them do it now.
+    One more follows the block, because finalizers of fake storages write into the log. They must
+    run now.
     """
     gc.freeze()
     try:

@@ -17,10 +17,12 @@ from distlab.simulate.events import Compute, GroupCall, Wait
 from distlab.simulate.step import SimulatedStep
 from distlab.theory.step_time import Network
 
+ROUNDING_S = 1e-15  # seconds; a rest below this is a rounding error
+
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """An operator takes the longer of its arithmetic and its memory traffic, and a launch.
+    """Roofline model of a device: the longer of arithmetic and memory traffic, plus a launch.
 
     Args:
         flops_per_s: FLOP/s that matmuls reach (peak × efficiency).
@@ -39,23 +41,25 @@ class DeviceModel:
     attention_flops_per_s: float | None = None
 
     def seconds(self, operator: Compute) -> float:
-        """Time of one operator."""
-        updates = operator.phase == "optimizer" and self.update_bytes_per_s is not None
-        bytes_per_s = self.update_bytes_per_s if updates else self.bytes_per_s
-        attends = operator.is_attention and self.attention_flops_per_s is not None
-        flops_per_s = self.attention_flops_per_s if attends else self.flops_per_s
+        """Return the seconds of one operator."""
+        bytes_per_s = self.bytes_per_s
+        if operator.phase == "optimizer" and self.update_bytes_per_s is not None:
+            bytes_per_s = self.update_bytes_per_s
+        flops_per_s = self.flops_per_s
+        if operator.is_attention and self.attention_flops_per_s is not None:
+            flops_per_s = self.attention_flops_per_s
         return self.launch_s + max(operator.flops / flops_per_s, operator.bytes / bytes_per_s)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of device, the network between devices, and the slow-down of each by the other.
+    """Model of a kind of device, the network between devices, and the contention of the two.
 
     Args:
         device: model of one device.
         network: model of the messages.
         contention: rates of computation and of communication while both run, relative to each alone
-            (1: no disturbance); both use SMs and memory bandwidth.
+            (1: no disturbance). Both use SMs and memory bandwidth.
 
     Raises:
         ValueError: a rate outside (0, 1].
@@ -74,7 +78,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step in the steady state, in ms of the computing stream.
+    """Times of one step in the steady state, in ms of the computing stream.
 
     Args:
         step_ms: ms from the end of the step before to the end of this one.
@@ -96,82 +100,127 @@ class Timeline:
 
 
 def replay(step: SimulatedStep, machine: Machine) -> Timeline:
-    """Time the step; deterministic."""
+    """Return the times of a step on a machine. The same arguments give the same times."""
     streams = _Streams(step.world_size, machine)
     streams.run(step.items[: step.boundary])
     begin = streams.now
     streams.phases.clear()
     streams.run(step.items[step.boundary :])
     end = streams.now
+    # The collectives that are in flight at the end stand for those that were in flight at the
+    # beginning, so both are cut off.
     window = [(begin, end)]
-    # The last step leaves in flight what its predecessor left in flight for it.
-    compute, comm = intersect(streams.compute, window), intersect(streams.comm, window)
-    local_ms = 1e3 * sum(machine.device.seconds(item) for item in step.operators)
-    exposed, comm_ms = subtract(comm, compute), 1e3 * total(comm)
+    compute = intersect(streams.compute, window)
+    comm = intersect(streams.comm, window)
+    exposed = subtract(comm, compute)
     step_ms = 1e3 * (end - begin)
-    lanes = {"compute": compute, "communication": comm, "exposed": exposed}
+    comm_ms = 1e3 * total(comm)
+    local_ms = 1e3 * sum(machine.device.seconds(item) for item in step.operators)
+    overlap_pct = None
+    if comm_ms:
+        overlap_pct = 100 * (1 - 1e3 * total(exposed) / comm_ms)
     return Timeline(
         step_ms=step_ms,
         comm_ms=comm_ms,
         overhead_ms=step_ms - local_ms,
-        overlap_pct=100 * (1 - 1e3 * total(exposed) / comm_ms) if comm_ms else None,
+        overlap_pct=overlap_pct,
         phases={phase: 1e3 * seconds for phase, seconds in streams.phases.items()},
         lanes={
-            name: [(1e3 * (a - begin), 1e3 * (b - begin)) for a, b in spans]
-            for name, spans in lanes.items()
+            "compute": _ms_after(begin, compute),
+            "communication": _ms_after(begin, comm),
+            "exposed": _ms_after(begin, exposed),
         },
     )
 
 
+def _ms_after(begin: float, spans: list[Interval]) -> list[Interval]:
+    """Return intervals of seconds as ms after `begin`."""
+    return [(1e3 * (first - begin), 1e3 * (last - begin)) for first, last in spans]
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A collective that was issued and is not done.
+
+    Args:
+        sequence: number of the collective.
+        seconds_left: seconds that the rest of it takes alone.
+    """
+
+    sequence: int
+    seconds_left: float
+
+
 class _Streams:
+    """Computing stream and communication stream, and the clock of both.
+
+    Attributes:
+        now: seconds since the beginning, on the computing stream.
+        queue: collectives in flight, in the order of issue. Only the first one runs.
+        compute: seconds in which the computing stream ran.
+        comm: seconds in which the communication stream ran.
+        phases: phase → seconds.
+    """
+
     def __init__(self, ranks: int, machine: Machine):
-        self.ranks, self.machine = ranks, machine
+        self.ranks = ranks
+        self.machine = machine
         self.now = 0.0
-        # [number, seconds left] of collectives issued and not done
-        self.queue: deque[list] = deque()
+        self.queue: deque[_InFlight] = deque()
         self.compute: list[Interval] = []
         self.comm: list[Interval] = []
         self.phases: dict[str, float] = {}
         self.phase = "forward"
 
     def run(self, items: Sequence[Compute | CollectiveCall | Wait]) -> None:
+        """Run the events in order."""
         for item in items:
             begin = self.now
             if isinstance(item, Compute):
                 self.phase = item.phase
                 self._compute(self.machine.device.seconds(item))
             elif isinstance(item, CollectiveCall):
-                network, ranks = self.machine.network, self.ranks
+                network = self.machine.network
+                ranks = self.ranks
                 if isinstance(item, GroupCall):
-                    network, ranks = network.across(item.stride), item.ranks
+                    network = network.across(item.stride)
+                    ranks = item.ranks
                 seconds = network.seconds(item.bytes, ranks, operation=item.op)
-                self.queue.append([item.sequence, seconds])
+                self.queue.append(_InFlight(item.sequence, seconds))
             else:
-                while any(number == item.sequence for number, _ in self.queue):
-                    self._communicate(self.queue[0][1])
+                # A collective runs when those before it are done.
+                while any(each.sequence == item.sequence for each in self.queue):
+                    self._communicate(self.queue[0].seconds_left)
             self.phases[self.phase] = self.phases.get(self.phase, 0.0) + self.now - begin
-        self.compute, self.comm = union(self.compute), union(self.comm)
+        self.compute = union(self.compute)
+        self.comm = union(self.comm)
 
     def _compute(self, work: float) -> None:
         """Run an operator of `work` seconds, slowed while there is communication."""
-        begin, (compute_rate, comm_rate) = self.now, self.machine.contention
+        begin = self.now
+        compute_rate, comm_rate = self.machine.contention
         while work > 0 and self.queue:
-            share = min(work / compute_rate, self.queue[0][1] / comm_rate)
-            work -= share * compute_rate
-            work = 0.0 if work < 1e-15 else work
-            self._communicate(share, comm_rate)
+            # Both run until the first of them is done.
+            lasts = min(work / compute_rate, self.queue[0].seconds_left / comm_rate)
+            work -= lasts * compute_rate
+            work = 0.0 if work < ROUNDING_S else work
+            self._communicate(lasts, comm_rate)
         self.now += work
         if self.now > begin:
             self.compute.append((begin, self.now))
 
     def _communicate(self, lasts: float, rate: float = 1.0) -> None:
-        """Run the first collective for `lasts` seconds at `rate`.
+        """Run the first collective for a while.
 
-        It does the work that takes `lasts · rate` alone.
+        Args:
+            lasts: seconds.
+            rate: rate relative to the collective alone. It does the work that takes `lasts · rate`
+                alone.
         """
         if lasts > 0:
             self.comm.append((self.now, self.now + lasts))
         self.now += lasts
-        self.queue[0][1] -= lasts * rate
-        if self.queue[0][1] <= 1e-15:
+        first = self.queue[0]
+        first.seconds_left -= lasts * rate
+        if first.seconds_left <= ROUNDING_S:
             self.queue.popleft()

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 
@@ -46,7 +45,7 @@ from distlab.train.build import build_training
 from distlab.train.data import SyntheticTokens
 from distlab.train.step import TrainStep
 
-from .faults import healthy_attention
+from .faults import healthy_attention, replaced
 from .mistakes import ATTENTION, EQUALITY, ERROR, MISTAKES, MODEL, PAIRS, VOLUME, Mistake
 
 BUCKET_MB = 0.02
@@ -189,7 +188,7 @@ def examine(context: RankContext, name: str, broken: bool, check_steps: int, ste
     """
     mistake = MISTAKES[name] if broken else MISTAKES[name].mended()
     variant = Variant(name, mistake.strategy, BUCKET_MB, layout=mistake.layout)
-    with patch.object(*mistake.replaced) if mistake.replaced else nullcontext():
+    with replaced(*mistake.replaced) if mistake.replaced else nullcontext():
         difference = parameter_difference(
             context,
             variant,

@@ -1,8 +1,9 @@
 """Code that makes each mistake.
 
-A mistake is a subclass of a strategy, or a patch around one, that does one thing wrong. A mistake
-of a strategy's user is a subclass that behaves like a training loop that makes it. Those where
-ranks share a model replace a function of the layout or of the pipeline while the ranks run.
+A mistake is a subclass of a strategy, or a function that is replaced in one (`replaced`), and does
+one thing wrong. A mistake of a strategy's user is a subclass that behaves like a training loop that
+makes it. Those where ranks share a model replace a function of the layout or of the pipeline while
+the ranks run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,6 @@ from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +35,30 @@ from distlab.parallel.regions import Share
 from distlab.parallel.schedules import Action, gpipe, zero_bubble
 from kernels.flash_attention import FlashAttention2PyTorch, ops, tiled
 
+
+@contextmanager
+def replaced(owner: Any, name: str, wrong: Any) -> Iterator[None]:
+    """Replace an attribute while the block runs. This puts a mistake into code that works.
+
+    Args:
+        owner: module or class that has the attribute.
+        name: name of the attribute.
+        wrong: replacement.
+    """
+    right = getattr(owner, name)
+    setattr(owner, name, wrong)
+    try:
+        yield
+    finally:
+        setattr(owner, name, right)
+
+
 # -- data parallelism ------------------------------------------------------------------------------
 
 
 def without_broadcast(module: nn.Module, process_group: ProcessGroup | None) -> FlatDDP:
     """Return a strategy whose ranks keep the weights that each has drawn for itself."""
-    with patch.object(collectives, "broadcast_all", _broadcasts_nothing):
+    with replaced(collectives, "broadcast_all", _broadcasts_nothing):
         return FlatDDP(module, process_group=process_group)
 
 
@@ -143,7 +161,7 @@ class KeepsItsShard(ShardedOptimizer):
     """Optimizer by which each rank updates its own parameters, and sends none."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        with patch.object(collectives, "broadcast_coalesced", _sends_nothing):
+        with replaced(collectives, "broadcast_coalesced", _sends_nothing):
             return super().step(*args, **kwargs)
 
 
@@ -209,7 +227,7 @@ class WaitsInOwnersForward(ZeroOptimizer):
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         slow_gather = partial(_SlowGather, collectives.all_gather)
-        with patch.object(collectives, "all_gather", slow_gather):
+        with replaced(collectives, "all_gather", slow_gather):
             super().step(*args, **kwargs)
 
 
@@ -330,7 +348,7 @@ def last_weights_forgotten(pipeline: Pipeline, batches: int) -> list[Action]:
 
 def healthy_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return this package's tiled attention with several small tiles, for (B, H, T, D) each."""
-    with patch.object(tiled, "BLOCK", 16):
+    with replaced(tiled, "BLOCK", 16):
         return FlashAttention2PyTorch.apply(q, k, v, True)
 
 
@@ -338,7 +356,7 @@ def without_maximum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute softmax as the formula has it, without subtracting the running maximum."""
     # With a maximum of 0, exp(score) is summed as it is.
     wrong = vars(torch) | {"maximum": _maximum_of_zero}
-    with patch.object(tiled, "torch", SimpleNamespace(**wrong)):
+    with replaced(tiled, "torch", SimpleNamespace(**wrong)):
         return healthy_attention(q, k, v)
 
 
@@ -355,5 +373,5 @@ def sees_one_ahead(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return lo, hi + 1
 
     original = ops.band
-    with patch.object(ops, "band", shifted):
+    with replaced(ops, "band", shifted):
         return healthy_attention(q, k, v)

@@ -490,8 +490,9 @@ class UnitOrder:
     def __init__(self, units: Sequence[Unit], group: ProcessGroup):
         self._names = [unit.name for unit in units]
         self._group = group
-        # The fake group of simulations has no peers that could answer.
-        self._alone = group.size() == 1 or dist.get_backend(group) == "fake"
+        # The group of a simulation has no peers that could answer.
+        is_simulated = dist.get_backend(group) == collectives.SIMULATED
+        self._alone = group.size() == 1 or is_simulated
         self._known: dict[Hashable, list[int]] = {}
         self.forget()
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -134,9 +133,13 @@ def in_cuda(name: str) -> Callable[..., None]:
     """Return the kernel of SOURCE with this name, compiled for this GPU."""
     from torch.utils import cpp_extension
 
-    # torch asks for one, for headers that SOURCE does not need
-    with patch.object(cpp_extension, "CUDA_HOME", "none"):
+    # torch refuses to compile without CUDA's headers, which SOURCE does not need.
+    cuda_home = cpp_extension.CUDA_HOME
+    cpp_extension.CUDA_HOME = "none"
+    try:
         return torch.cuda._compile_kernel(SOURCE, name)
+    finally:
+        cpp_extension.CUDA_HOME = cuda_home
 
 
 IN_CUDA = {
