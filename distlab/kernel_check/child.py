@@ -21,11 +21,11 @@ import torch
 
 from distlab.bench.task import factory_of
 from distlab.kernel_check.hostile import Case
-from distlab.kernel_check.judge import Outcome
+from distlab.kernel_check.judge import Outcome, works
 from distlab.kernel_check.operations import operation_of
 from distlab.kernel_check.report import Finding, Report, examine
 
-MOST_RESTARTS = 3  # of a child that hung or died
+MOST_RESTARTS = 5  # of a child that hung or died
 MOST_OUTPUT = 20 * 2**20  # bytes that a child may print
 START_S = 60.0  # seconds until the first result: imports, and compilation
 POLL_S = 0.2
@@ -185,6 +185,8 @@ def _listen(
                 limit_s = case_s
             if "done" in message:
                 return True
+            if "again" in message:
+                return False
         deadline = time.monotonic() + limit_s
 
 
@@ -250,7 +252,10 @@ def main(settings: str, descriptor: str) -> None:
         rest=rest,
         skipped=work.skipped,
     )
-    tell(done=True)
+    if works(torch.device(work.device)):
+        tell(done=True)
+    else:  # another process goes on with the next input
+        tell(again=True)
 
 
 if __name__ == "__main__":

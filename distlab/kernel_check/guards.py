@@ -19,9 +19,11 @@ INITIALISED = ("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "full", 
 
 
 class _CudaBytes:
-    """Bytes at an address of a GPU, in the protocol by which libraries exchange arrays."""
+    """Part of a buffer on a GPU, in the protocol by which libraries exchange arrays."""
 
-    def __init__(self, address: int, length: int) -> None:
+    def __init__(self, whole: Tensor, begin: int, length: int) -> None:
+        self.whole = whole  # torch keeps this object as long as the part, and so the buffer
+        address = whole.data_ptr() + begin
         self.__cuda_array_interface__ = {
             "shape": (length,),
             "typestr": "|u1",
@@ -37,7 +39,7 @@ def _part(whole: Tensor, begin: int, length: int) -> Tensor:
     """
     if whole.device.type == "cpu":
         return torch.from_numpy(whole.numpy()[begin : begin + length])
-    return torch.as_tensor(_CudaBytes(whole.data_ptr() + begin, length), device=whole.device)
+    return torch.as_tensor(_CudaBytes(whole, begin, length), device=whole.device)
 
 
 class GuardedAllocations(TorchDispatchMode):

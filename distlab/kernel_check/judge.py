@@ -28,6 +28,9 @@ ROUNDINGS = {torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}
 # Error that is allowed relative to the largest element, in units of eps: sums cancel.
 OF_LARGEST = 0.05
 
+# What is wrong after an illegal or misaligned access on a GPU. The process can compute no more.
+BREAKS_GPU = "breaks the GPU's context"
+
 Function = Callable[..., Any]
 
 
@@ -97,8 +100,22 @@ def judge(function: Function, operation: Operation, case: Case, device: torch.de
         return Outcome(case, "wrong", wrong.kind, wrong.detail, has_backward=has_backward)
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        return Outcome(case, "refused", "raises", f"{type(error).__name__}: {lines[0][:200]}")
+        detail = f"{type(error).__name__}: {lines[0][:200]}"
+        if not works(device):
+            return Outcome(case, "wrong", BREAKS_GPU, detail)
+        return Outcome(case, "refused", "raises", detail)
     return Outcome(case, "right", differs=differences(found, guarded), has_backward=has_backward)
+
+
+def works(device: torch.device) -> bool:
+    """Return whether a GPU still computes. After an illegal access, no call of the process does."""
+    if device.type != "cuda":
+        return True
+    try:
+        torch.ones(1, device=device).sum().item()
+    except RuntimeError:
+        return False
+    return True
 
 
 def call_of(function: Function, operation: Operation) -> Function:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distlab.kernel_check.hostile import Case, cases, simpler
-from distlab.kernel_check.judge import Function, Outcome, judge, reads_outside
+from distlab.kernel_check.judge import BREAKS_GPU, Function, Outcome, judge, reads_outside
 from distlab.kernel_check.operations import Operation, operation_of
 
 MOST_KINDS = 6  # mistakes whose input is reduced and shown
@@ -225,6 +225,10 @@ def examine(
             # A kernel may refuse much, but not the input that every test has.
             outcome = replace(outcome, status="wrong")
         end(outcome)
+        if outcome.kind == BREAKS_GPU:
+            found(Finding(outcome.kind, str(case), outcome.detail))
+            rest(len(planned) - number - 1)
+            return
         if outcome.status == "wrong" and outcome.kind not in kinds and len(kinds) < MOST_KINDS:
             kinds.add(outcome.kind)
             found(reduced(function, operation, outcome, device, partial(begin, number)))
@@ -253,6 +257,8 @@ def reduced(
             tries += 1
             begin(case)
             candidate = judge(function, operation, case, device)
+            if candidate.kind == BREAKS_GPU:
+                return Finding(outcome.kind, str(smallest.case), smallest.detail)
             if candidate.status == "wrong" and candidate.kind == outcome.kind:
                 smallest = candidate
                 is_smaller = True
