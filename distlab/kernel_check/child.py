@@ -137,6 +137,7 @@ def _run_child(
         [
             sys.executable,
             "-P",
+            *("-W", "ignore::RuntimeWarning"),  # of Triton's interpreter
             "-m",
             "distlab.kernel_check.child",
             json.dumps(settings),

@@ -7,6 +7,10 @@ Times no communication at all (`local`), the hand-written strategies and torch's
 interleaved rounds so that clock drift affects all equally, and explains each: what it sent (checked
 against the closed form), how long communication ran and how much of that compute covered (from the
 profiler), and whether its result equals training in one process.
+
+The way of a row, in reading order: options and `measure` here, `distlab/bench/variant.py` (a row as
+data), `trial.py` (one step of it), `step_timing.py` (interleaved rounds), then `rows.py` (what is
+known of a row), `comparison.py` (numbers that need several rows, and sentences) and `columns.py`.
 """
 
 from dataclasses import dataclass
