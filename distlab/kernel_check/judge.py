@@ -7,14 +7,14 @@ dtype. The kernel runs twice. The first time its allocations are guarded and ful
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distlab.kernel_check.guards import NAN, GuardedAllocations
-from distlab.kernel_check.hostile import DTYPES, Case, drawn
+from distlab.kernel_check.hostile import DTYPES, GUARD, Case, drawn
 from distlab.kernel_check.operations import Operation
 
 # Errors of torch's own operation that a kernel may have. Its order of summation may be better or
@@ -81,6 +81,9 @@ def judge(function: Function, operation: Operation, case: Case, device: torch.de
     expected = Expected(operation, case, tensors)
     has_backward = False
     try:
+        if case.is_repeated:
+            others = drawn(replace(case, seed=case.seed + 1), operation, device)
+            run(call, operation, case, others)
         # First with guards, which catch what would otherwise destroy memory of others.
         guarded = guarded_run(call, operation, case, tensors, NAN)
         has_backward = guarded.has_backward
@@ -189,7 +192,11 @@ def _upstream(result: Tensor, case: Case) -> Tensor:
     generator = torch.Generator().manual_seed(1000 + case.seed)
     if case.upstream == "expanded":  # as of `result.sum()`
         value = torch.randn((), generator=generator).to(result.device, result.dtype)
-        return value.expand(result.shape)
+        # One number in a buffer of NaN, which a kernel that ignores the strides reads.
+        buffer = torch.full((GUARD + result.numel(),), float("nan"), dtype=result.dtype)
+        buffer = buffer.to(result.device)
+        buffer[0] = value
+        return buffer[0].expand(result.shape)
     values = torch.randn(result.shape, generator=generator).to(result.device, result.dtype)
     if case.upstream == "transposed" and result.ndim >= 2:
         return values.mT.contiguous().mT

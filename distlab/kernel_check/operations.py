@@ -132,7 +132,7 @@ def _even_width(sizes: Sizes) -> bool:
 
 ROW_SIZES = {"N": ROWS, "D": COLUMNS}
 ATTENTION_SIZES = {"B": (1, 2), "H": (1, 2), "D": (16, 32, 64, 128)}
-LOGITS = ("normal", "ascending", "±50", "−1e5", "−inf", "zeros", "large")
+LOGITS = ("normal", "ascending", "±50", "−1e5", "mean −1e5", "−inf", "zeros", "large")
 PRODUCTS = ("normal", "constant", "mean 1,000", "tiny", "zeros")
 X = Argument("x", ("N", "D"))
 WEIGHT = Argument("weight", ("D",), "weight")
@@ -234,7 +234,10 @@ OPERATIONS: dict[str, Operation] = {
             ),
             exact=_cross_entropy,
             sizes=ROW_SIZES,
-            values=("normal", "ascending", "±50", "−1e5", "zeros", "large", "all ignored"),
+            values=(
+                *("normal", "ascending", "±50", "−1e5", "mean −1e5"),
+                *("zeros", "large", "all ignored"),
+            ),
             layouts=STRIDED,
         ),
         Operation(
@@ -257,7 +260,7 @@ OPERATIONS: dict[str, Operation] = {
             about="a @ b",
             arguments=(Argument("a", ("M", "K")), Argument("b", ("K", "N"))),
             exact=torch.matmul,
-            sizes={"M": LENGTHS, "K": LENGTHS, "N": LENGTHS},
+            sizes={"M": LENGTHS, "K": (*LENGTHS, 257), "N": LENGTHS},
             values=PRODUCTS,
             layouts=STRIDED,
         ),
