@@ -8,11 +8,13 @@ import torch
 
 from distlab.kernel_check import OPERATIONS, check_kernel
 from distlab.kernel_check.hostile import cases, drawn
+from tests.commands import ROOT
 
 pytest.importorskip("triton")
 from examples import faulty_kernels
 
 CPU = torch.device("cpu")
+PAGE = ROOT / "docs" / "learn" / "tutorial_kernels.md"
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="a GPU does not interpret kernels"
@@ -83,3 +85,11 @@ def test_the_plain_input_hides_a_mistake_and_the_checker_names_it(mistake):
     report = check_kernel(kernel, mistake.operation, count=0, device="cpu", seconds=6)
     assert report.right > 0 and not report.refused, report
     assert re.search(mistake.smallest, report.findings[mistake.kind].smallest), report
+
+
+def test_the_page_has_a_row_for_each_mistake():
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    assert len({mistake.kernel for mistake in MISTAKES}) == len(rows) == 18
+    for mistake in MISTAKES:
+        (row,) = (row for row in rows if row.startswith(f"| `{mistake.kernel}`"))
+        assert re.search(mistake.smallest, row) and f"| {mistake.operation} |" in row
