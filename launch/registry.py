@@ -47,7 +47,6 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "lessons.attention_steps": GPU,
         "lessons.gpu_lessons": GPU,
         "lessons.ir": "",
-        "lessons.tutorial_kernels": "",
     },
 }
 

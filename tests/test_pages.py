@@ -18,6 +18,7 @@ from distlab.report.docs_tables import (
 )
 from experiments.plan import arithmetic
 from launch import check as check_command
+from launch import kernel as kernel_command
 from launch import runs, sample, trainer
 from launch.__main__ import COMMANDS, view_of
 from launch.registry import experiments, load
@@ -161,8 +162,14 @@ def parser_of(arguments):
         return load(arguments[1]).EXPERIMENT.parser()
     if arguments[0] in ("runs", "compare"):
         return {"runs": runs.runs_parser, "compare": runs.compare_parser}[arguments[0]]()
-    if arguments[0] in ("train", "sample", "check"):
-        return {"train": trainer, "sample": sample, "check": check_command}[arguments[0]].parser()
+    modules = {
+        "train": trainer,
+        "sample": sample,
+        "check": check_command,
+        "kernel": kernel_command,
+    }
+    if arguments[0] in modules:
+        return modules[arguments[0]].parser()
     return None
 
 

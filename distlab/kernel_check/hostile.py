@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distlab.kernel_check.operations import IGNORED, Argument, Operation, Sizes
 
-GUARD = 1024  # elements of NaN before and after a tensor
+GUARD = 1024  # elements of NaN before a tensor, and at least as many after it
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 UPSTREAM = ("contiguous", "transposed", "expanded")
 
@@ -31,6 +31,7 @@ class Case:
         upstream: strides of the gradient that backward is given, one of `UPSTREAM`. None: forward
             alone.
         seed: seed of the values.
+        is_repeated: True to call the kernel first with other values of the same sizes.
     """
 
     operation: str
@@ -40,6 +41,7 @@ class Case:
     layout: str = "contiguous"
     upstream: str | None = "contiguous"
     seed: int = 0
+    is_repeated: bool = False
 
     def __str__(self) -> str:
         sizes = " ".join(f"{name}={size}" for name, size in self.sizes)
@@ -50,6 +52,8 @@ class Case:
             words.append(f"{self.layout} inputs")
         if self.upstream not in (None, "contiguous"):
             words.append(f"{self.upstream} upstream gradient")
+        if self.is_repeated:
+            words.append("after a call with other values")
         return ", ".join(words)
 
 
@@ -69,14 +73,18 @@ def cases(
     ragged = replace(plain, sizes=_ragged_sizes(operation))  # where values meet masks
     yield plain
     yield ragged
+    # With a seed of its own, so that a result of the plain case is not right by chance.
+    yield replace(plain, is_repeated=True, seed=1)
     for layout in operation.layouts[1:]:
         yield replace(ragged, layout=layout)
     for layout in UPSTREAM[1:] if backward else ():
         yield replace(ragged, upstream=layout)
     for values in operation.values[1:]:
         yield replace(ragged, values=values)
+    largest = tuple((name, max(candidates)) for name, candidates in operation.sizes.items())
     for dtype in dtypes[1:]:
         yield replace(ragged, dtype=dtype)
+        yield replace(plain, sizes=largest, dtype=dtype)  # where rounding errors of sums add up
     for name, candidates in operation.sizes.items():  # one size at a time, smallest first
         for size in candidates:
             sizes = {**dict(plain.sizes), name: size}
@@ -203,7 +211,9 @@ def laid_out(values: Tensor, layout: str, fill: float) -> LaidOut:
         strides = [strides[0] * values.shape[0]] * extra + strides
         values = values.reshape(shape)
     extent = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
-    buffer = torch.full((extent + 2 * GUARD,), fill, dtype=values.dtype)
+    # A kernel that takes an expanded tensor for a contiguous one reads `numel` elements. They are
+    # in the buffer, so that such a kernel returns NaN and does not crash.
+    buffer = torch.full((GUARD + extent + GUARD + values.numel(),), fill, dtype=values.dtype)
     target = buffer.as_strided(shape, strides, GUARD)
     if layout == "expanded":
         first = [0 if stride == 0 else slice(None) for stride in strides]
@@ -237,6 +247,8 @@ def _values(
         return 50 * normal.sign()
     if kind == "−1e5":  # as a mask that is added to logits
         return torch.where(normal > 0.5, -1e5 if case.dtype != "fp16" else -1e4, normal)
+    if kind == "mean −1e5":  # a row that such a mask hides completely
+        return normal - (1e5 if case.dtype != "fp16" else 1e4)
     if kind == "−inf":
         values = torch.where(normal > 0.5, float("-inf"), normal)
         values[..., 0, :] = float("-inf")  # a row that is masked completely

@@ -7,14 +7,14 @@ dtype. The kernel runs twice. The first time its allocations are guarded and ful
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distlab.kernel_check.guards import NAN, GuardedAllocations
-from distlab.kernel_check.hostile import DTYPES, Case, drawn
+from distlab.kernel_check.hostile import DTYPES, GUARD, Case, drawn
 from distlab.kernel_check.operations import Operation
 
 # Errors of torch's own operation that a kernel may have. Its order of summation may be better or
@@ -84,6 +84,9 @@ def judge(function: Function, operation: Operation, case: Case, device: torch.de
     expected = Expected(operation, case, tensors)
     has_backward = False
     try:
+        if case.is_repeated:
+            others = drawn(replace(case, seed=case.seed + 1), operation, device)
+            run(call, operation, case, others)
         # First with guards, which catch what would otherwise destroy memory of others.
         guarded = guarded_run(call, operation, case, tensors, NAN)
         has_backward = guarded.has_backward
@@ -122,7 +125,7 @@ def call_of(function: Function, operation: Operation) -> Function:
     """Return a function of the operation's tensors alone.
 
     An option such as `is_causal` goes by its name or by `causal`, if the function has such a
-    parameter, else by position.
+    parameter, else by position. A function of the tensors alone is called with these.
     """
     if isinstance(function, type) and issubclass(function, torch.autograd.Function):
         parameters: Sequence[str] = ()
@@ -139,6 +142,8 @@ def call_of(function: Function, operation: Operation) -> Function:
             named[name] = value
         elif name.removeprefix("is_") in parameters:
             named[name.removeprefix("is_")] = value
+        elif len(parameters) == len(operation.arguments):
+            pass  # it takes the tensors alone, and does nothing else than this
         else:
             by_position.append(value)
 
@@ -206,7 +211,11 @@ def _upstream(result: Tensor, case: Case) -> Tensor:
     generator = torch.Generator().manual_seed(1000 + case.seed)
     if case.upstream == "expanded":  # as of `result.sum()`
         value = torch.randn((), generator=generator).to(result.device, result.dtype)
-        return value.expand(result.shape)
+        # One number in a buffer of NaN, which a kernel that ignores the strides reads.
+        buffer = torch.full((GUARD + result.numel(),), float("nan"), dtype=result.dtype)
+        buffer = buffer.to(result.device)
+        buffer[0] = value
+        return buffer[0].expand(result.shape)
     values = torch.randn(result.shape, generator=generator).to(result.device, result.dtype)
     if case.upstream == "transposed" and result.ndim >= 2:
         return values.mT.contiguous().mT

@@ -62,7 +62,7 @@ class Operation:
         arguments: tensors that it takes, in order.
         exact: function of the tensors in torch. It runs in float64 and in the dtype of the case.
         sizes: name of a size → candidates. The first combination of small ones is the plain case.
-        values: kinds of values, see `hostile.VALUES`.
+        values: kinds of values, see `hostile._values`.
         is_valid: function that says whether sizes go together.
         options: name → value that the function is called with by keyword, if it has such a
             parameter, else by position.
@@ -132,7 +132,7 @@ def _even_width(sizes: Sizes) -> bool:
 
 ROW_SIZES = {"N": ROWS, "D": COLUMNS}
 ATTENTION_SIZES = {"B": (1, 2), "H": (1, 2), "D": (16, 32, 64, 128)}
-LOGITS = ("normal", "ascending", "±50", "−1e5", "−inf", "zeros", "large")
+LOGITS = ("normal", "ascending", "±50", "−1e5", "mean −1e5", "−inf", "zeros", "large")
 PRODUCTS = ("normal", "constant", "mean 1,000", "tiny", "zeros")
 X = Argument("x", ("N", "D"))
 WEIGHT = Argument("weight", ("D",), "weight")
@@ -234,7 +234,10 @@ OPERATIONS: dict[str, Operation] = {
             ),
             exact=_cross_entropy,
             sizes=ROW_SIZES,
-            values=("normal", "ascending", "±50", "−1e5", "zeros", "large", "all ignored"),
+            values=(
+                *("normal", "ascending", "±50", "−1e5", "mean −1e5"),
+                *("zeros", "large", "all ignored"),
+            ),
             layouts=STRIDED,
         ),
         Operation(
@@ -257,7 +260,7 @@ OPERATIONS: dict[str, Operation] = {
             about="a @ b",
             arguments=(Argument("a", ("M", "K")), Argument("b", ("K", "N"))),
             exact=torch.matmul,
-            sizes={"M": LENGTHS, "K": LENGTHS, "N": LENGTHS},
+            sizes={"M": LENGTHS, "K": (*LENGTHS, 257), "N": LENGTHS},
             values=PRODUCTS,
             layouts=STRIDED,
         ),

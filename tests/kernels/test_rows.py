@@ -76,6 +76,18 @@ def test_softmax_of_wide_rows_that_stay_in_16_bits():
     )
 
 
+@pytest.mark.parametrize("cols", [16384 + 24, 32768 + 24])
+def test_blocks_of_long_rows_are_merged_by_count_and_maximum(cols):
+    """Rows in pieces, whose mean is 100, and whose last piece is short and holds the maximum."""
+    x = (draw(2, cols) + 100).sort().values
+    normal = layer_norm(x, torch.ones(cols, device=DEVICE))
+    # fp32 rounds numbers near 100 by up to 4e-6, and sums in another order by more
+    torch.testing.assert_close(
+        normal.double(), torch.layer_norm(x.double(), (cols,)), atol=1e-4, rtol=0
+    )
+    torch.testing.assert_close(softmax(x).double(), x.double().softmax(1), atol=1e-6, rtol=0)
+
+
 def test_forms_of_a_launch_agree(many_rows):
     x, w = draw(11, 50), 1 + 0.1 * draw(50, seed=1)
     upstream = draw(11, 50, seed=3)
