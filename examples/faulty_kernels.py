@@ -4,7 +4,7 @@
 
 examines one and prints the smallest input that shows the mistake. All are right on the input that
 their author tried: contiguous fp32 tensors of normal values, whose sizes are powers of two. Eight
-mistakes are common in tutorials and course notes. The other ten were reported in public threads,
+mistakes are common in tutorials and course notes. The others were reported in public threads,
 which the docstrings name. All code is written for this lesson. A comment `MISTAKE` marks the wrong
 line and says what is right. To copy a right kernel, go to `kernels/`. The lesson, with a
 table of the 18, is docs/learn/tutorial_kernels.md.
@@ -337,7 +337,6 @@ def mean_over_all_tokens(logits: Tensor, targets: Tensor) -> Tensor:
     """Return cross_entropy(logits, targets). The sum is divided by the number of all tokens.
 
     If a target is −100, it must not be counted.
-    https://github.com/linkedin/Liger-Kernel/issues/968
     """
     total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
     # MISTAKE: the mean is over the targets that are not −100. Divide by their number.
@@ -446,7 +445,7 @@ def cached_by_shape(x: Tensor, weight: Tensor) -> Tensor:
     """Return rms_norm(x). The result of an earlier call on the same shape is returned again.
 
     A benchmark that calls a kernel on one input does not notice.
-    https://github.com/gpu-mode/reference-kernels/pull/150
+    https://github.com/gpu-mode/reference-kernels/issues/148
     """
     # MISTAKE: a result belongs to values, not to a shape. Compute it in each call.
     key = (x.shape, x.dtype, x.device)

@@ -26,6 +26,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "attention_sweep": GPU,
         "kernel_roofline": GPU,
         "plan": "",
+        "predict": "",
         "sabotage": "",
     },
     "strategies": {
@@ -39,9 +40,6 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "long_context": RANKS,
         "mixed_precision": "",
         "model_comparison": GPU,
-    },
-    "scale": {
-        "predict": "",
     },
     "lessons": {
         "lessons.attention_steps": GPU,
