@@ -365,7 +365,7 @@ def zero1(
     """Return the volume of a reduce-scatter and an all-gather per bucket, and a message of flags.
 
     The reduce-scatter carries gradients, the all-gather parameters (Rajbhandari et al. 2020,
-    "ZeRO", sec. 7.1: the two halves of an all-reduce).
+    "ZeRO", sec. 7.2.1: the two halves of an all-reduce).
 
     Buckets are filled as in `bucketed`, without flags, and padded to a multiple of the world size.
     The flags go in an fp32 all-reduce of 4 bytes per parameter. For B buckets: 2·B + 1 calls.
@@ -447,7 +447,7 @@ def fsdp(
     """Return the volume of two all-gathers and a reduce-scatter per buffer, and a small all-reduce.
 
     The all-gathers carry parameters, one for forward and one for backward. The reduce-scatter
-    carries gradients (Rajbhandari et al. 2020, "ZeRO", sec. 7.2; Zhao et al. 2023, "PyTorch FSDP").
+    carries gradients (Rajbhandari et al. 2020, "ZeRO", sec. 7.2.2; Zhao et al. 2023, "PyTorch FSDP").
 
     A unit's parameters are stored one after another in one buffer, or in one for each length of
     rows (`sharded_buffers`), padded to whole rows on every rank. Gathers carry `compute_itemsize`
