@@ -130,11 +130,11 @@ def step_flops(
 
 
 def mfu(flops: float, seconds: float, peak: float | None) -> float | None:
-    """Return the model FLOPs utilisation: FLOPs per second over the device's peak, as a fraction.
+    """Return the model FLOPs utilization: FLOPs per second over the device's peak, as a fraction.
 
     MFU counts the FLOPs that the model needs (`step_flops`). With the FLOPs of the hardware, which
     include recomputation (`memory.recompute.recomputed_flops`), it is HFU, hardware FLOPs
-    utilisation (Chowdhery et al. 2022): with full checkpointing about 4/3 of MFU.
+    utilization (Chowdhery et al. 2022): with full checkpointing about 4/3 of MFU.
 
     Args:
         flops: FLOPs on one device.

@@ -177,7 +177,7 @@ class ModelShape:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Elements of all distinct parameters: once or twice V·d, L blocks, and d of the last norm."""
+        """Elements of all parameters: once or twice V·d, L blocks, and d of the final norm."""
         vocabularies = self.vocabularies * self.embedding_parameters
         blocks = self.num_layers * self.block_parameters
         final_norm = self.d_model if self.has_head else 0

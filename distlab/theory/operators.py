@@ -203,7 +203,7 @@ class Workload:
         return "mm", 2 * n * inputs * outputs, c * elements
 
     def _linear(self, name: str, inputs: int, outputs: int, kept: Sequence[str]) -> Launches:
-        """Yield a linear layer: the cast of its matrix, and the matmul unless its result is kept."""
+        """Yield the cast of a linear layer's matrix, and its matmul unless the result was kept."""
         yield from self._cast(inputs * outputs)
         if name not in kept:
             yield self._matmul(inputs, outputs)

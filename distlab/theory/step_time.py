@@ -357,7 +357,7 @@ def _time_of_all_reduces(
 
 
 def _busy_seconds(strategy: Form, compute: ComputeTime) -> float:
-    """Return the seconds of forward and backward, and of the copies into buffers if there are any."""
+    """Return the seconds of forward, backward and the copies into buffers, if there are any."""
     busy_s = compute.forward + compute.backward
     if strategy.sends in ("all", "buckets"):
         busy_s += compute.pack

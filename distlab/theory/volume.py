@@ -447,7 +447,8 @@ def fsdp(
     """Return the volume of two all-gathers and a reduce-scatter per buffer, and a small all-reduce.
 
     The all-gathers carry parameters, one for forward and one for backward. The reduce-scatter
-    carries gradients (Rajbhandari et al. 2020, "ZeRO", sec. 7.2.2; Zhao et al. 2023, "PyTorch FSDP").
+    carries gradients. Sources: Rajbhandari et al. 2020, "ZeRO", sec. 7.2.2; Zhao et al. 2023,
+    "PyTorch FSDP".
 
     A unit's parameters are stored one after another in one buffer, or in one for each length of
     rows (`sharded_buffers`), padded to whole rows on every rank. Gathers carry `compute_itemsize`

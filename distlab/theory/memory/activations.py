@@ -243,7 +243,8 @@ def activations(
     if shared:
         block_temporary += c * n * d  # gradient where shared matrices begin or end, of all tokens
 
-    # Ranks that share the head keep logits and exponentials, see `distlab.parallel.tensor_parallel`.
+    # Ranks that share the head keep logits and exponentials, see
+    # `distlab.parallel.tensor_parallel`.
     loss = (2 if shared else 1) * FP32 * logits
     return Activations(
         block=block,

@@ -4,14 +4,14 @@ With P parameters in fp32, AdamW's two states and N ranks, what stays allocated 
 al. 2020, "ZeRO", sec. 3; theirs keeps fp16 parameters and gradients in addition to an fp32 copy,
 see `zero_paper_bytes`)
 
-    sends and updates            parameters   gradients                         optimizer state
-    nothing, gradients           4P           4P, as backward makes them        8P
-    all at once                  4P           4P as made, and a buffer of 4P*   8P
-    buckets                      4P           4P in buckets, always there       8P
-    buckets, torch's defaults    4P           4P as made, and buckets of 4P     8P
-    buckets, owned parameters    4P           as buckets                        8P/N, whole parameters
-    buckets, slices (ZeRO-1)     4P           4P in buckets, always there       8P/N
-    units (FSDP)                 4P/N         4P/N                              8P/N**
+    sends and updates           parameters  gradients                        optimizer state
+    nothing, gradients          4P          4P, as backward makes them       8P
+    all at once                 4P          4P as made, and a buffer of 4P*  8P
+    buckets                     4P          4P in buckets, always there      8P
+    buckets, torch's defaults   4P          4P as made, and buckets of 4P    8P
+    buckets, owned parameters   4P          as buckets                       8P/N, whole parameters
+    buckets, slices (ZeRO-1)    4P          4P in buckets, always there      8P/N
+    units (FSDP)                4P/N        4P/N                             8P/N**
 
 * Under autocast linear layers write theirs into the buffer; only those of norms and embedding are
   made outside.
