@@ -1,1 +1,1 @@
-"""Formulas: what a step takes of memory, time and links, from numbers alone."""
+"""Formulas for the memory, the time and the messages of a training step, from numbers alone."""

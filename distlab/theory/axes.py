@@ -1,5 +1,7 @@
 """Volume of tensor, context and pipeline parallelism, forward and backward, in closed form.
 
+As in `volume`, each function states the rule of one axis a second time and uses none of its code.
+
 Bytes are payload as in `volume`: the full output of an all-gather, the full input of a
 reduce-scatter, the contribution of one rank to an all-to-all. A message between neighbours counts
 where it leaves and where it arrives. B sequences of T tokens are those of one micro-batch of the
@@ -7,15 +9,15 @@ ranks that share a model. A recomputed block repeats the messages of its forward
 reduce-scatter at the end of it, or of its group, whose result no gradient needs.
 """
 
-from typing import Any
-
 from distlab.theory.checks import at_least_one
 from distlab.theory.forms import Form
+from distlab.theory.memory.recompute import blocks_run_again
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.volume import CommunicationVolume, step_volume
 
 FP32 = 4  # bytes of a number of the loss, and of a norm's gradient: see `tensor_volume`
-FP64 = 8  # of the loss that a pipeline's ranks share
+FP64 = 8  # bytes of the loss that a pipeline's ranks share
+NOTHING = CommunicationVolume(0, 0)
 
 
 def layout_volume(
@@ -32,7 +34,8 @@ def layout_volume(
     micro_batches: int = 1,
     pipeline: int = 1,
     keeps: int | tuple[str, ...] = 0,
-    **options: Any,
+    bucket_size_mb: float | None = 25.0,
+    shard_size: int | None = None,
 ) -> CommunicationVolume | None:
     """Return all that a rank sends in a step: for the data strategy and for the other axes.
 
@@ -40,19 +43,23 @@ def layout_volume(
     closed form for the strategy.
 
     Args:
+        strategy: entry of the data strategy.
         shape: shape of this rank's part of the model.
-        batch, context: B sequences of a group of ranks that share a model, and T tokens of each,
-            whole.
+        batch: B, number of sequences of a group of ranks that share a model.
+        context: T, number of tokens of each whole sequence.
         world_size: number of all ranks.
-        sharing: number of ranks that share sequences. `how` is as in `context_volume`.
-        itemsize: bytes of an element of the computation. `casts_parameters` is True if parameters
-            arrive in that dtype (FSDP).
+        sharing: number of ranks that share sequences.
+        how: transport of keys and values, as in `context_volume`.
+        itemsize: bytes of an element of the computation.
+        casts_parameters: True if parameters arrive in that dtype (FSDP).
         micro_batches: number of micro-batches of a step.
         pipeline: number of ranks that have the stages.
         keeps: recomputation, as `checkpointing` of `theory.memory`.
-        options: `bucket_size_mb` and `shard_size` of `step_volume`.
+        bucket_size_mb, shard_size: arguments of `step_volume`.
+
+    Raises:
+        ValueError: a size below one, or a `shard_size` that does not divide the ranks.
     """
-    blocks, groups = _recomputed(keeps, shape.num_layers)
     numels = shape.parameter_numels()
     of_strategy = step_volume(
         strategy,
@@ -63,17 +70,21 @@ def layout_volume(
         world_size=world_size // (shape.tensor * pipeline),
         compute_itemsize=itemsize,
         micro_batches=micro_batches,
-        **options,
+        bucket_size_mb=bucket_size_mb,
+        shard_size=shard_size,
     )
     if of_strategy is None:
         return None
-    embedding = itemsize if casts_parameters else FP32
+    # Between stages, and out of the embedding, activations have the dtype of the parameters.
+    residual_itemsize = itemsize if casts_parameters else FP32
+    context_of_rank = context // sharing
+    blocks, groups = _recomputed(keeps, shape.num_layers)
     of_tensor = tensor_volume(
         shape,
         batch=batch,
-        context=context // sharing,
+        context=context_of_rank,
         itemsize=itemsize,
-        embedding_itemsize=embedding,
+        embedding_itemsize=residual_itemsize,
         again=4 * blocks - groups,
     )
     of_context = context_volume(
@@ -82,19 +93,19 @@ def layout_volume(
     of_pipeline = pipeline_volume(
         shape,
         batch=batch,
-        context=context // sharing,
+        context=context_of_rank,
         micro_batches=micro_batches,
-        itemsize=embedding,
+        itemsize=residual_itemsize,
     )
     return of_strategy + (of_tensor + of_context) * micro_batches + of_pipeline
 
 
 def _recomputed(keeps: int | tuple[str, ...], num_layers: int) -> tuple[int, int]:
-    """Blocks whose forward runs again, and the groups in which it does."""
+    """Return (blocks whose forward runs again, groups in which it does)."""
     if isinstance(keeps, tuple):
         blocks = len(keeps) - keeps.count("none")
         return blocks, blocks
-    return (num_layers, -(-num_layers // keeps)) if keeps else (0, 0)
+    return blocks_run_again(num_layers, keeps)
 
 
 def tensor_volume(
@@ -114,24 +125,36 @@ def tensor_volume(
     all-reduce of d fp32 numbers for each of 2·L + 1 norms. The loss takes fp32 whatever the dtype
     of the logits, and norms keep fp32 weights under every strategy, so neither depends on
     `itemsize`. A rank of a pipeline without the embedding, or without the head, sends nothing for
-    it.
+    it. Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
+    Models", sec. 4.2.
 
     Args:
+        shape: shape of this rank's part of the model.
+        batch: number of sequences, B.
         context: T of this rank: a part of the sequence if ranks also share sequences.
-        itemsize: bytes of an element between blocks. `embedding_itemsize` is that of the
-            embedding's result.
+        itemsize: bytes of an element between blocks.
+        embedding_itemsize: bytes of an element of the embedding's result.
         again: number of transfers of blocks that recomputation repeats.
+
+    Raises:
+        ValueError: a size below one.
     """
     at_least_one(batch=batch, context=context)
     if shape.tensor == 1:
-        return CommunicationVolume(0, 0)
-    d, tokens = shape.d_model, batch * context
-    inner, outer = 2 * (4 * shape.num_layers + shape.has_head) + again, 2 * shape.has_embedding
-    losses = 3 * shape.has_head
-    sent = (inner * itemsize + outer * embedding_itemsize) * tokens * d + FP32 * (
-        losses * tokens + shape.norms * d
-    )
-    return CommunicationVolume(inner + outer + losses + shape.norms, sent)
+        return NOTHING
+    tokens = batch * context
+    activation = tokens * shape.d_model  # elements
+    # Each transfer of the forward has its counterpart in the backward.
+    of_blocks = 2 * 4 * shape.num_layers + again
+    of_head = 2 if shape.has_head else 0
+    of_embedding = 2 if shape.has_embedding else 0
+    of_loss = 3 if shape.has_head else 0
+    sent_bytes = (of_blocks + of_head) * activation * itemsize
+    sent_bytes += of_embedding * activation * embedding_itemsize
+    sent_bytes += of_loss * tokens * FP32
+    sent_bytes += shape.norms * shape.d_model * FP32
+    calls = of_blocks + of_head + of_embedding + of_loss + shape.norms
+    return CommunicationVolume(calls, sent_bytes)
 
 
 def context_volume(
@@ -146,35 +169,48 @@ def context_volume(
 ) -> CommunicationVolume:
     """Return the volume of ranks that share sequences.
 
-    `how` is an entry of `distlab.parallel.context_parallel.HOW`.
-
     Per block, with d and k the widths of queries and keys on a rank, and t = T/P of its tokens:
 
         gathered   an all-gather of 2·B·T·k elements, backward a reduce-scatter of them
-            ulysses    four all-to-alls of B·t·(2·d + 2·k) elements in sum, the same backward
-        ring       P − 1 messages of 2·B·t·k; backward these again, and P of 2·B·t·k gradients in fp32
+        ulysses    four all-to-alls of B·t·(2·d + 2·k) elements in sum, the same backward
+        ring       P − 1 messages of 2·B·t·k, backward these again, and P of 2·B·t·k gradients in
+                   fp32
+
+    Sources: Grattafiori et al. 2024, "The Llama 3 Herd of Models", sec. 3.3.2 (gathered); Jacobs et
+    al. 2023, "DeepSpeed Ulysses"; Liu et al. 2023, "Ring Attention".
 
     Args:
+        shape: shape of this rank's part of the model.
+        batch: number of sequences, B.
         context: T of the whole sequence.
+        ranks: number of ranks that share a sequence, P.
+        how: transport of keys and values, an entry of `distlab.parallel.context_parallel.HOW`.
+        itemsize: bytes of an element of keys and values.
         again: number of blocks whose forward recomputation repeats.
+
+    Raises:
+        ValueError: a size below one.
     """
     at_least_one(batch=batch, context=context, ranks=ranks)
     if ranks == 1:
-        return CommunicationVolume(0, 0)
-    keys, width, tokens = shape.kv_width, shape.width, batch * context // ranks
-    pair = 2 * tokens * keys
-    forward, backward = {  # messages and bytes of a block
-        "gathered": ((1, ranks * pair * itemsize),) * 2,
-        "ulysses": ((4, tokens * (2 * width + 2 * keys) * itemsize),) * 2,
-        "ring": (
-            (ranks - 1, (ranks - 1) * pair * itemsize),
-            (2 * ranks - 1, (ranks - 1) * pair * itemsize + ranks * pair * max(FP32, itemsize)),
-        ),
-    }[how]
-    layers = shape.num_layers
-    return (
-        CommunicationVolume(*forward) * (layers + again) + CommunicationVolume(*backward) * layers
-    )
+        return NOTHING
+    tokens = batch * context // ranks  # B·t
+    keys_and_values = 2 * tokens * shape.kv_width  # elements of one rank
+    queries_and_result = 2 * tokens * shape.width
+    # (messages, elements) of a block's forward
+    forwards = {
+        "gathered": (1, ranks * keys_and_values),
+        "ulysses": (4, queries_and_result + keys_and_values),
+        "ring": (ranks - 1, (ranks - 1) * keys_and_values),
+    }
+    messages, elements = forwards[how]
+    forward = CommunicationVolume(messages, elements * itemsize)
+    backward = forward
+    if how == "ring":
+        # The gradients of keys and values travel with them, all the way round, in fp32 at least.
+        gradient_bytes = ranks * keys_and_values * max(FP32, itemsize)
+        backward += CommunicationVolume(ranks, gradient_bytes)
+    return forward * (shape.num_layers + again) + backward * shape.num_layers
 
 
 def pipeline_volume(
@@ -185,16 +221,25 @@ def pipeline_volume(
     Each of its stages sends for each micro-batch an activation and a gradient of B·T·d elements at
     either end that has a neighbour. The loss is an all-reduce of one fp64 number.
 
-    Over all ranks and both counts of a message, 4·m·(p·v − 1) messages.
+    Over p ranks of v stages, m micro-batches and both counts of a message, that is 4·m·(p·v − 1)
+    messages. Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
+    Clusters Using Megatron-LM", sec. 3.2.
 
     Args:
+        shape: shape of this rank's stages.
+        batch: number of sequences of a micro-batch, B.
         context: T of this rank, as in `tensor_volume`.
+        micro_batches: number of micro-batches of a step, m.
         itemsize: bytes of an element of the residual stream.
+
+    Raises:
+        ValueError: a size below one.
     """
     at_least_one(batch=batch, context=context, micro_batches=micro_batches)
+    # Every stage has two ends. The first has no neighbour before it, and the last none behind it.
     boundaries = 2 * shape.stages - shape.has_embedding - shape.has_head
     if not boundaries:
-        return CommunicationVolume(0, 0)
-    activation = batch * context // shape.tensor * shape.d_model * itemsize
-    messages = 2 * micro_batches * boundaries
-    return CommunicationVolume(messages + 1, messages * activation + FP64)
+        return NOTHING
+    activation_bytes = batch * context // shape.tensor * shape.d_model * itemsize
+    messages = 2 * micro_batches * boundaries  # an activation and a gradient
+    return CommunicationVolume(messages + 1, messages * activation_bytes + FP64)

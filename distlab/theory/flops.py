@@ -1,14 +1,15 @@
 """Floating-point operations of a training step of the Transformer, by part, and MFU.
 
-A multiply-add counts two. Only matmuls count: norms, softmax, SwiGLU's element-wise part and RoPE
-are below one per cent, and the embedding is a look-up. The backward of a matmul Y = X W is two
-matmuls of the same size, dX = dY Wᵀ and dW = Xᵀ dY, hence twice the forward.
+A multiply-add counts two, so a matmul of (n × d) by (d × f) takes 2·n·d·f. Only matmuls count:
+norms, softmax, SwiGLU's element-wise part and RoPE are below one per cent, and the embedding is a
+look-up. The backward of a matmul Y = X W is two matmuls of the same size, dX = dY Wᵀ and
+dW = Xᵀ dY. So backward takes twice the forward, and a step three times.
 
-Convention: that of PaLM (Chowdhery et al. 2022, appendix B), the one most MFU figures use:
-attention counts in full, although a causal kernel skips the masked half, and recomputation under
-activation checkpointing does not count. The usual 6·N FLOPs per token is the part of it without the
-scores. `causal=True` halves scores and values, which is the work a good causal kernel really does;
-say which one a table uses.
+Convention: that of PaLM (Chowdhery et al. 2022, appendix B), which most MFU figures use. Attention
+counts in full, although a causal kernel skips the masked half. Recomputation under activation
+checkpointing does not count. The usual 6·N FLOPs per token is the part of it without the scores.
+`causal=True` halves scores and values, which is the work that a good causal kernel really does. Say
+which one a table uses.
 
 Shapes: `B` batch, `T` context, `L` layers, `d` d_model, `f` d_ff, `k` width of the keys, `V`
 vocabulary.
@@ -24,11 +25,12 @@ class TransformerFlops:
     """FLOPs of one pass over a batch, by part of the model.
 
     Args:
-        attention_projections: queries, keys, values and output, 4·B·T·d·(d + k) per layer; 8·B·T·d²
-            where k = d.
-        attention_scores: scores and weighted values, 4·B·T²·d per layer (2·B·T²·d if causal).
-        feed_forward: SwiGLU's three matrices, 6·B·T·d·f per layer.
-        head: logits, 2·B·T·d·V.
+        attention_projections: FLOPs of queries, keys, values and output, 4·B·T·d·(d + k) per layer.
+            8·B·T·d² where k = d.
+        attention_scores: FLOPs of scores and weighted values, 4·B·T²·d per layer, 2·B·T²·d if
+            causal.
+        feed_forward: FLOPs of SwiGLU's three matrices, 6·B·T·d·f per layer.
+        head: FLOPs of the logits, 2·B·T·d·V.
     """
 
     attention_projections: int
@@ -38,8 +40,8 @@ class TransformerFlops:
 
     @property
     def total(self) -> int:
-        """The sum of all parts."""
-        return sum(vars(self).values())
+        """FLOPs of all parts together."""
+        return self.attention_projections + self.attention_scores + self.feed_forward + self.head
 
 
 def forward_flops(
@@ -53,11 +55,20 @@ def forward_flops(
     kv_width: int | None = None,
     causal: bool = False,
 ) -> TransformerFlops:
-    """FLOPs of one forward pass over `batch` sequences of `context` tokens.
+    """Return the FLOPs of one forward pass.
 
     The number of heads plays no part: H heads of width d/H cost what one of width d costs. Where
-    heads share keys and values, these are of `kv_width` (default d) and their projections cost
-    less; scores cost the same.
+    heads share keys and values, the projections of these cost less. Scores cost the same.
+
+    Args:
+        batch: number of sequences, B.
+        context: number of tokens of each sequence, T.
+        d_model: width of the residual stream, d.
+        d_ff: inner width of the feed-forward block, f.
+        num_layers: number of blocks, L.
+        vocab_size: number of rows of the head, V.
+        kv_width: width of the keys of all heads, k, and of the values. None: d.
+        causal: True to count the scores that a causal mask leaves, half of all.
 
     Raises:
         ValueError: a size below one.
@@ -70,32 +81,60 @@ def forward_flops(
         num_layers=num_layers,
         vocab_size=vocab_size,
     )
-    tokens, keys = batch * context, d_model if kv_width is None else kv_width
+    tokens = batch * context
+    keys = d_model if kv_width is None else kv_width
+    projected_columns = 2 * d_model + 2 * keys  # queries and output, keys and values
+    matmuls_of_scores = 1 if causal else 2  # scores and weighted values, half of each if causal
     return TransformerFlops(
-        attention_projections=num_layers * 2 * tokens * d_model * (2 * d_model + 2 * keys),
-        attention_scores=num_layers * (2 if causal else 4) * tokens * context * d_model,
+        attention_projections=num_layers * 2 * tokens * d_model * projected_columns,
+        attention_scores=num_layers * 2 * matmuls_of_scores * tokens * context * d_model,
         feed_forward=num_layers * 2 * tokens * 3 * d_model * d_ff,
         head=2 * tokens * d_model * vocab_size,
     )
 
 
-def step_flops(**sizes: int) -> int:
+def step_flops(
+    *,
+    batch: int,
+    context: int,
+    d_model: int,
+    d_ff: int,
+    num_layers: int,
+    vocab_size: int,
+    kv_width: int | None = None,
+    causal: bool = False,
+) -> int:
     """Return the FLOPs of forward and backward together, per rank and micro-batch.
 
-    The arguments are those of `forward_flops`.
+    Backward takes twice the forward. The optimizer is left out: it takes some ten operations per
+    parameter, a step six per parameter *and token*.
 
-    The optimizer is left out: some ten operations per parameter, against six per parameter *and
-    token*.
+    Args:
+        batch, context, d_model, d_ff, num_layers, vocab_size, kv_width, causal: arguments of
+            `forward_flops`.
+
+    Raises:
+        ValueError: a size below one.
     """
-    return 3 * forward_flops(**sizes).total
+    forward = forward_flops(
+        batch=batch,
+        context=context,
+        d_model=d_model,
+        d_ff=d_ff,
+        num_layers=num_layers,
+        vocab_size=vocab_size,
+        kv_width=kv_width,
+        causal=causal,
+    )
+    return 3 * forward.total
 
 
 def mfu(flops: float, seconds: float, peak: float | None) -> float | None:
-    """Return the model FLOPs utilisation: FLOPs per second over the device's peak, as a fraction.
+    """Return the model FLOPs utilization: FLOPs per second over the device's peak, as a fraction.
 
     MFU counts the FLOPs that the model needs (`step_flops`). With the FLOPs of the hardware, which
     include recomputation (`memory.recompute.recomputed_flops`), it is HFU, hardware FLOPs
-    utilisation (Chowdhery et al. 2022): with full checkpointing about 4/3 of MFU.
+    utilization (Chowdhery et al. 2022): with full checkpointing about 4/3 of MFU.
 
     Args:
         flops: FLOPs on one device.

@@ -4,10 +4,13 @@ from typing import Protocol
 
 
 class Form(Protocol):
-    """Messages of a strategy and the state that it divides, as `distlab.parallel.STRATEGIES` says.
+    """Messages of a strategy, and the state that it divides.
+
+    An entry of `distlab.parallel.STRATEGIES` has these attributes. `distlab/parallel/build.py`
+    explains them.
 
     Args:
-        name: name of the strategy, for messages.
+        name: name of the strategy, for errors.
         sends, updates, after_backward, pads_buckets, has_buckets, takes_mesh, is_peer: fields of
             `distlab.parallel.Strategy`.
     """

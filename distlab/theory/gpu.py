@@ -1,17 +1,17 @@
-"""The roofline: least time of an operation on a GPU, and whether memory or arithmetic limits it.
+"""Limits of a GPU: the roofline, the occupancy of an SM, and the waves of a grid.
+
+The roofline is the least time of an operation, limited by memory or by arithmetic:
 
     time ≥ max(FLOPs / peak, bytes / bandwidth)
 
 An operation whose intensity (FLOPs per byte) is below the ridge, peak / bandwidth, is bound by
-memory: less arithmetic does not help it, fewer bytes do. Source: Williams, Waterman & Patterson,
-Roofline (2009).
+memory: fewer bytes make it faster, less arithmetic does not. Source: Williams, Waterman & Patterson
+2009, "Roofline".
 
-The occupancy: blocks of threads that share an SM, the limit, and the cost of a partly filled last
-wave.
-
-An SM has registers, shared memory, and places for warps and blocks; the scarcest decides how many
-blocks are resident. Resident warps are what hides latency: while one waits for memory, another
-computes.
+The occupancy is the number of blocks of threads that share an SM, relative to its places. An SM has
+registers, shared memory, and places for warps and blocks. The scarcest decides how many blocks are
+resident. Resident warps hide latency: while one waits for memory, another computes. The last wave
+of a grid may fill an SM only in part.
 
 Allocation rules of compute capability 8.0 to 10.0 (CUDA C++ Programming Guide; CUDA Occupancy
 Calculator): registers per warp in units of 256, warps in groups of 4, shared memory in units of 128
@@ -28,11 +28,14 @@ from kernels.cost import Cost
 
 @dataclass(frozen=True)
 class Roofline:
-    """The two ceilings of one device in one dtype.
+    """Two ceilings of one device in one dtype.
 
     Args:
         peak: FLOP/s.
         bandwidth: bytes per second of device memory.
+
+    Raises:
+        ValueError: a number that is not positive.
     """
 
     peak: float
@@ -48,19 +51,25 @@ class Roofline:
         return self.peak / self.bandwidth
 
     def seconds(self, cost: Cost) -> float:
-        """The floor of an operation's time."""
+        """Return the least seconds of an operation."""
         return max(cost.flops / self.peak, cost.bytes / self.bandwidth)
 
     def bound(self, cost: Cost) -> str:
-        """Return the limit: "memory" or "compute"."""
-        return "memory" if cost.flops / self.peak < cost.bytes / self.bandwidth else "compute"
+        """Return what limits an operation: "memory" or "compute"."""
+        compute_s = cost.flops / self.peak
+        memory_s = cost.bytes / self.bandwidth
+        return "memory" if compute_s < memory_s else "compute"
 
 
 def roofline(spec: GPUSpec, dtype: str = "bf16") -> Roofline:
-    """The roofline of a GPU by its datasheet.
+    """Return the roofline of a GPU by its datasheet.
+
+    Args:
+        spec: datasheet.
+        dtype: dtype of the arithmetic.
 
     Raises:
-        ValueError: the GPU has no peak for that dtype; the message lists those it has.
+        ValueError: the GPU has no peak for that dtype. The message lists those it has.
     """
     if dtype not in spec.peak:
         raise ValueError(
@@ -69,10 +78,10 @@ def roofline(spec: GPUSpec, dtype: str = "bf16") -> Roofline:
     return Roofline(spec.peak[dtype], spec.hbm_bandwidth)
 
 
-REGISTER_UNIT = 256
-WARP_GROUP = 4
-SHARED_UNIT = 128
-SYSTEM_SHARED = 1024
+REGISTER_UNIT = 256  # registers
+WARP_GROUP = 4  # warps
+SHARED_UNIT = 128  # bytes
+SYSTEM_SHARED = 1024  # bytes per block
 MAX_BLOCKS_PER_SM = 32
 MAX_THREADS_PER_BLOCK = 1024
 MAX_REGISTERS_PER_THREAD = 255
@@ -83,9 +92,10 @@ class Occupancy:
     """Residency of one kernel on one SM.
 
     Args:
-        blocks, warps: resident.
-        fraction: warps over those the SM has places for.
-        limiter: "registers", "shared memory", "warps" or "blocks"; the first of these where several
+        blocks: number of resident blocks.
+        warps: number of resident warps.
+        fraction: resident warps over the SM's places for warps.
+        limiter: "registers", "shared memory", "warps" or "blocks". The first of these where several
             limit alike.
     """
 
@@ -96,14 +106,21 @@ class Occupancy:
 
 
 def _round_up(value: int, unit: int) -> int:
+    """Return the smallest multiple of `unit` that is not below `value`."""
     return -(-value // unit) * unit
 
 
 def occupancy(spec: GPUSpec, threads: int, registers: int, shared_bytes: int = 0) -> Occupancy:
-    """Residency of blocks of `threads` with `registers` per thread and `shared_bytes` per block.
+    """Return the residency of a kernel's blocks on an SM.
+
+    Args:
+        spec: datasheet of the GPU.
+        threads: number of threads of a block.
+        registers: number of registers of a thread.
+        shared_bytes: bytes of shared memory of a block.
 
     Raises:
-        ValueError: a block that cannot run at all; the message says what is allowed.
+        ValueError: a block that cannot run at all. The message says what is allowed.
     """
     if not 1 <= threads <= MAX_THREADS_PER_BLOCK:
         raise ValueError(f"threads={threads}: a block has 1 to {MAX_THREADS_PER_BLOCK}")
@@ -114,30 +131,35 @@ def occupancy(spec: GPUSpec, threads: int, registers: int, shared_bytes: int = 0
     if not 0 <= shared_bytes <= spec.shared_memory_per_block:
         most = spec.shared_memory_per_block
         raise ValueError(f"shared_bytes={shared_bytes}: a block on {spec.name} has 0 to {most}")
-    warps = -(-threads // WARP)
-    resident_warps = (
-        spec.registers_per_sm
-        // _round_up(registers * WARP, REGISTER_UNIT)
-        // WARP_GROUP
-        * WARP_GROUP
-    )
-    shared = _round_up(shared_bytes, SHARED_UNIT) + SYSTEM_SHARED
-    limits = {
-        "registers": resident_warps // _round_up(warps, WARP_GROUP if warps > WARP_GROUP else 1),
-        "shared memory": spec.shared_memory_per_sm // shared
-        if shared_bytes
-        else MAX_BLOCKS_PER_SM + 1,
+    warps = -(-threads // WARP)  # of a block
+    registers_per_warp = _round_up(registers * WARP, REGISTER_UNIT)
+    # Each of four schedulers of an SM has a quarter of the registers.
+    warps_by_registers = spec.registers_per_sm // registers_per_warp // WARP_GROUP * WARP_GROUP
+    allocated_warps = _round_up(warps, WARP_GROUP) if warps > WARP_GROUP else warps
+    shared_per_block = _round_up(shared_bytes, SHARED_UNIT) + SYSTEM_SHARED
+    blocks_by_shared_memory = MAX_BLOCKS_PER_SM + 1  # more than the limit: it never decides
+    if shared_bytes:
+        blocks_by_shared_memory = spec.shared_memory_per_sm // shared_per_block
+    limits = {  # blocks
+        "registers": warps_by_registers // allocated_warps,
+        "shared memory": blocks_by_shared_memory,
         "warps": spec.max_warps_per_sm // warps,
         "blocks": MAX_BLOCKS_PER_SM,
     }
-    blocks = min(limits.values())
+    limiter = min(limits, key=limits.__getitem__)
+    blocks = limits[limiter]
     if blocks == 0:
         raise ValueError(
-            f"{threads} threads × {registers} registers exceed the {spec.registers_per_sm} registers of "
-            f"an SM of {spec.name}; use fewer of either"
+            f"{threads} threads × {registers} registers exceed the {spec.registers_per_sm} "
+            f"registers of an SM of {spec.name}; use fewer of either"
         )
-    limiter = next(name for name, limit in limits.items() if limit == blocks)
-    return Occupancy(blocks, blocks * warps, blocks * warps / spec.max_warps_per_sm, limiter)
+    resident_warps = blocks * warps
+    return Occupancy(
+        blocks=blocks,
+        warps=resident_warps,
+        fraction=resident_warps / spec.max_warps_per_sm,
+        limiter=limiter,
+    )
 
 
 @dataclass(frozen=True)
@@ -145,7 +167,7 @@ class Waves:
     """Filling of a GPU by a grid.
 
     Args:
-        waves: number of rounds in which all places are filled, the last perhaps partly.
+        waves: number of rounds of blocks. The last may fill only a part of the places.
         last: number of blocks of the last round.
         efficiency: ratio of blocks to the places of all rounds.
     """
@@ -156,7 +178,14 @@ class Waves:
 
 
 def wave_quantisation(blocks: int, sms: int, blocks_per_sm: int = 1) -> Waves:
-    """Rounds of a grid of equal blocks. 160 blocks on 148 SMs take two: the second does 12 blocks.
+    """Return the rounds of a grid of equal blocks.
+
+    160 blocks on 148 SMs take two rounds, and the second has 12 blocks.
+
+    Args:
+        blocks: number of blocks of the grid.
+        sms: number of SMs.
+        blocks_per_sm: number of blocks that are resident on an SM.
 
     Raises:
         ValueError: a number below one.
@@ -164,4 +193,8 @@ def wave_quantisation(blocks: int, sms: int, blocks_per_sm: int = 1) -> Waves:
     at_least_one(blocks=blocks, sms=sms, blocks_per_sm=blocks_per_sm)
     places = sms * blocks_per_sm
     waves = -(-blocks // places)
-    return Waves(waves, blocks - (waves - 1) * places, blocks / (waves * places))
+    return Waves(
+        waves=waves,
+        last=blocks - (waves - 1) * places,
+        efficiency=blocks / (waves * places),
+    )

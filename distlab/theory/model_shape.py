@@ -1,18 +1,16 @@
-"""The numbers of a decoder-only Transformer that every formula of this folder starts from.
+"""Numbers of a decoder-only Transformer, which every formula of this folder starts from.
 
-Theory is given numbers, not models: `ModelShape` holds the widths, and `ModelShape.of(config)`
-copies them from anything that has attributes of these names.
+Theory takes numbers, not models. `ModelShape` holds the widths, and `ModelShape.of(config)` copies
+them from any object that has attributes of these names.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from distlab.theory.checks import at_least_one
-
-OF_A_RANK = ("tensor", "stages", "has_embedding", "has_head")  # which no model says
 
 
 @dataclass(frozen=True)
@@ -54,43 +52,64 @@ class ModelShape:
     has_head: bool = True
 
     def __post_init__(self) -> None:
-        sizes = {
-            name: size
-            for name, size in vars(self).items()
-            if not isinstance(size, bool) and size is not None
-        }
-        at_least_one(**sizes)
-        for part, whole in (("num_heads", "d_model"), ("num_kv_heads", "num_heads")):
-            if part in sizes and sizes[whole] % sizes[part]:
-                near = min(divisors(sizes[whole]), key=lambda heads: abs(heads - sizes[part]))
-                raise ValueError(
-                    f"{part}={sizes[part]} does not divide {whole}={sizes[whole]}; the nearest that does is {near}"
-                )
+        kv_heads = self.num_kv_heads
+        at_least_one(
+            d_model=self.d_model,
+            d_ff=self.d_ff,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            vocab_size=self.vocab_size,
+            num_kv_heads=1 if kv_heads is None else kv_heads,
+            tensor=self.tensor,
+            stages=self.stages,
+        )
+        _check_divides("num_heads", self.num_heads, "d_model", self.d_model)
+        if kv_heads is not None:
+            _check_divides("num_kv_heads", kv_heads, "num_heads", self.num_heads)
         for name in ("num_heads", "num_kv_heads", "d_ff", "vocab_size"):
-            if sizes.get(name, 0) % self.tensor:
-                raise ValueError(f"{self.tensor} ranks cannot share {name}={sizes[name]} evenly")
+            size = getattr(self, name)
+            if size is not None and size % self.tensor:
+                raise ValueError(f"{self.tensor} ranks cannot share {name}={size} evenly")
 
     @staticmethod
     def of(config: Any, tensor: int = 1) -> "ModelShape":
-        """Return the shape of an object with such attributes, for example a configuration."""
-        names = [field.name for field in fields(ModelShape) if field.name not in OF_A_RANK]
-        return ModelShape(**{name: getattr(config, name) for name in names}, tensor=tensor)
+        """Return the shape of a model.
+
+        Args:
+            config: object with the attributes of a model, for example a configuration.
+            tensor: number of ranks that share every matrix.
+        """
+        return ModelShape(
+            d_model=config.d_model,
+            d_ff=config.d_ff,
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            vocab_size=config.vocab_size,
+            tie_embeddings=config.tie_embeddings,
+            num_kv_heads=config.num_kv_heads,
+            tensor=tensor,
+        )
 
     def of_pipeline(self, ranks: int, blocks: Sequence[int]) -> list["ModelShape"]:
         """Return the part of each rank of a pipeline.
 
-        Stage s has `blocks[s]` blocks and is on rank s mod `ranks`.
+        Stage s is on rank s mod `ranks`.
+
+        Args:
+            ranks: number of ranks.
+            blocks: number of blocks of each stage.
         """
-        return [
-            replace(
+        parts = []
+        for rank in range(ranks):
+            part = replace(
                 self,
                 num_layers=sum(blocks[rank::ranks]),
                 stages=len(blocks) // ranks,
                 has_embedding=rank == 0,
                 has_head=rank == ranks - 1,
             )
-            for rank in range(ranks)
-        ]
+            parts.append(part)
+        return parts
 
     @property
     def heads(self) -> int:
@@ -99,28 +118,30 @@ class ModelShape:
 
     @property
     def width(self) -> int:
-        """Width of the queries of a rank's heads; d for one rank alone."""
+        """Width of the queries of a rank's heads. d for one rank alone."""
         return self.d_model // self.tensor
 
     @property
     def kv_width(self) -> int:
         """Width of the keys of a rank's heads, and of the values, k."""
-        return self.d_model // self.num_heads * (self.num_kv_heads or self.num_heads) // self.tensor
+        head_width = self.d_model // self.num_heads
+        kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        return head_width * kv_heads // self.tensor
 
     @property
     def inner(self) -> int:
-        """Columns of the feed-forward block on a rank; f for one rank alone."""
+        """Columns of the feed-forward block on a rank. f for one rank alone."""
         return self.d_ff // self.tensor
 
     @property
     def words(self) -> int:
-        """Rows of the embedding, and of the head, on a rank; V for one rank alone."""
+        """Rows of the embedding, and of the head, on a rank. V for one rank alone."""
         return self.vocab_size // self.tensor
 
     @cached_property
     def matrices_per_block(self) -> tuple[int, ...]:
         """Elements of the matrices of one block, in order of execution: qkv, output, w1, w3, w2."""
-        return tuple(map(math.prod, self.matrix_shapes_per_block))
+        return tuple(math.prod(shape) for shape in self.matrix_shapes_per_block)
 
     @cached_property
     def matrix_shapes_per_block(self) -> tuple[tuple[int, int], ...]:
@@ -145,51 +166,80 @@ class ModelShape:
 
     @property
     def vocabularies(self) -> int:
-        """Matrices of the embedding's size: it, and a head that is not tied to it."""
-        return self.has_embedding + (self.has_head and not self.tie_embeddings)
+        """Number of matrices of the embedding's size: it, and a head that is not tied to it."""
+        has_own_head = self.has_head and not self.tie_embeddings
+        return self.has_embedding + has_own_head
 
     @property
     def norms(self) -> int:
-        """Two of each block, and the final one."""
+        """Number of norms: two of each block, and the final one."""
         return 2 * self.num_layers + self.has_head
 
     @cached_property
     def num_parameters(self) -> int:
-        """All distinct parameters: embeddings (once or twice V·d), L blocks, final norm d."""
-        norm = self.has_head * self.d_model
-        return (
-            self.vocabularies * self.embedding_parameters
-            + self.num_layers * self.block_parameters
-            + norm
-        )
+        """Elements of all parameters: once or twice V·d, L blocks, and d of the final norm."""
+        vocabularies = self.vocabularies * self.embedding_parameters
+        blocks = self.num_layers * self.block_parameters
+        final_norm = self.d_model if self.has_head else 0
+        return vocabularies + blocks + final_norm
 
     def parameter_shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of every parameter in registration order, a tied one once."""
+        """Return the shape of every parameter in registration order, a tied one once."""
         qkv, output, w1, w3, w2 = self.matrix_shapes_per_block
-        norm, embedding = (self.d_model,), (self.words, self.d_model)
-        block = [norm, qkv, output, norm, w1, w3, w2]
-        ends = [norm] if self.tie_embeddings else [norm, embedding]
-        return [embedding] * self.has_embedding + block * self.num_layers + ends * self.has_head
+        norm = (self.d_model,)
+        embedding = (self.words, self.d_model)
+        shapes = []
+        if self.has_embedding:
+            shapes.append(embedding)
+        for _ in range(self.num_layers):
+            shapes += [norm, qkv, output, norm, w1, w3, w2]
+        if self.has_head:
+            shapes.append(norm)
+            if not self.tie_embeddings:
+                shapes.append(embedding)
+        return shapes
 
     def parameter_units(self) -> list[str | None]:
-        """Unit that gathers each parameter, in registration order: a block, embedding or head.
+        """Return the unit that gathers each parameter: a block, the embedding or the head.
 
-        None for norms, which are not gathered.
+        The order is that of registration. None for norms, which are not gathered.
         """
-        blocks = [
-            None if at in (0, 3) else f"block {block}"
-            for block in range(self.num_layers)
-            for at in range(7)
-        ]
-        ends = [None] if self.tie_embeddings else [None, "head"]
-        return ["embedding"] * self.has_embedding + blocks + ends * self.has_head
+        units = []
+        if self.has_embedding:
+            units.append("embedding")
+        for block in range(self.num_layers):
+            unit = f"block {block}"
+            units += [None, unit, unit, None, unit, unit, unit]  # as in `parameter_shapes`
+        if self.has_head:
+            units.append(None)
+            if not self.tie_embeddings:
+                units.append("head")
+        return units
 
     def parameter_numels(self) -> list[int]:
-        """Elements of every parameter in registration order, a tied one once."""
+        """Return the elements of every parameter in registration order, a tied one once."""
         return [math.prod(shape) for shape in self.parameter_shapes()]
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors in ascending order."""
-    small = [k for k in range(1, int(number**0.5) + 1) if number % k == 0]
-    return sorted({*small, *(number // k for k in small)})
+    """Return all divisors in ascending order."""
+    found = set()
+    for small in range(1, int(number**0.5) + 1):
+        if number % small == 0:
+            found.add(small)
+            found.add(number // small)
+    return sorted(found)
+
+
+def _check_divides(name: str, part: int, name_of_whole: str, whole: int) -> None:
+    """Check that `part` divides `whole`.
+
+    Raises:
+        ValueError: it does not. The message has the nearest number that does.
+    """
+    if whole % part:
+        nearest = min(divisors(whole), key=lambda divisor: abs(divisor - part))
+        raise ValueError(
+            f"{name}={part} does not divide {name_of_whole}={whole}; "
+            f"the nearest that does is {nearest}"
+        )

@@ -1,7 +1,9 @@
 """Volume and FLOPs of orthogonalizing sharded matrices, in closed form: see `distlab.optim`.
 
 An iteration of Newton–Schulz on a matrix of sides s ≤ l multiplies it with its transpose, squares
-that, and multiplies the matrix by the polynomial: 4·s²·l + 2·s³ FLOPs.
+that, and multiplies the matrix by the polynomial. Two of these matmuls take 2·s²·l FLOPs and one
+2·s³, in sum 4·s²·l + 2·s³. Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in
+neural networks".
 """
 
 from collections.abc import Sequence
@@ -16,23 +18,34 @@ def muon_volume(
 ) -> CommunicationVolume:
     """Return the bytes that a rank sends so that matrices are orthogonalized whole.
 
-    An all-gather counts its output, an all-to-all the rank's contribution.
+    An all-gather counts its output: of every rank as many elements as the fullest holds. An
+    all-to-all counts the rank's contribution: first its slices of all matrices, which go to their
+    owners, then the updates of the matrices that it owns.
 
     Args:
         placement: `gather` or `exchange`, as in `distlab.parallel.muon`.
         counts: for each matrix, the number of elements of each rank.
         owners: rank that orthogonalizes each matrix under `exchange`.
+        rank: number of the rank.
     """
-    held = [sum(column) for column in zip(*counts, strict=True)]
+    held = [sum(of_rank) for of_rank in zip(*counts, strict=True)]  # elements of each rank
     if placement == "gather":
-        return CommunicationVolume(1, BF16 * len(held) * max(held))
-    owned = sum(
-        sum(of_ranks) for of_ranks, owner in zip(counts, owners, strict=True) if owner == rank
-    )
+        ranks = len(held)
+        return CommunicationVolume(1, BF16 * ranks * max(held))
+    owned = 0  # elements
+    for of_ranks, owner in zip(counts, owners, strict=True):
+        if owner == rank:
+            owned += sum(of_ranks)
     return CommunicationVolume(2, BF16 * (held[rank] + owned))
 
 
 def orthogonalize_flops(rows: int, columns: int, steps: int = 5) -> int:
-    """FLOPs of one matrix."""
-    short, long = sorted((rows, columns))
+    """Return the FLOPs of orthogonalizing one matrix.
+
+    Args:
+        rows, columns: sides of the matrix.
+        steps: number of iterations.
+    """
+    short = min(rows, columns)
+    long = max(rows, columns)
     return steps * (4 * short**2 * long + 2 * short**3)

@@ -1,15 +1,19 @@
 """Cost of failures and checkpoints in a synchronous run, in closed form.
 
 Failures come at random, one in M seconds (exponential). A checkpoint takes δ seconds, a restart R.
-With τ seconds of work between checkpoints, τ of work take on average (Daly 2006, "A higher order
-estimate of the optimum checkpoint interval for restart dumps")
+With τ seconds of work between checkpoints, work and checkpoint are repeated, each time after a
+restart, until no failure comes in τ + δ seconds. On average that takes
 
-    M·exp(R/M)·(exp((τ + δ)/M) − 1)
+    M·exp(R/M)·(exp((τ + δ)/M) − 1)   seconds
 
-seconds, and the share of it that is work, the goodput, is largest near
+(Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps"). The
+share of it that is work, the goodput, is largest near
 
     Young 1974     √(2·δ·M)
     Daly 2006      √(2·δ·M)·(1 + ⅓·√(δ/(2M)) + δ/(18M)) − δ,   M where δ ≥ 2M
+
+Young's rule is that of M much longer than δ: checkpoints cost δ/τ of the time, and failures on
+average τ/(2M). Their sum is smallest at √(2·δ·M).
 """
 
 import math
@@ -22,11 +26,11 @@ GPU_HOURS_BETWEEN_FAILURES = 16_384 * 54 * 24 / 419
 
 @dataclass(frozen=True)
 class Failures:
-    """Times of failures, of saving and of starting again, in seconds.
+    """Times of failures, of saving and of starting again.
 
     Args:
-        between: M, mean seconds between failures of the whole run, infinite for none.
-        checkpoint: δ, seconds for which the run waits.
+        between: M, mean seconds between failures of the whole run. Infinite for none.
+        checkpoint: δ, seconds for which the run waits for a checkpoint.
         restart: R, seconds from a failure to the first new step.
 
     Raises:
@@ -43,24 +47,38 @@ class Failures:
 
     @staticmethod
     def of_gpus(gpus: int, checkpoint: float, restart: float) -> "Failures":
-        """Return those of a run on `gpus` GPUs that fail every `GPU_HOURS_BETWEEN_FAILURES`."""
-        return Failures(3600 * GPU_HOURS_BETWEEN_FAILURES / gpus, checkpoint, restart)
+        """Return the times of a run on GPUs that fail every `GPU_HOURS_BETWEEN_FAILURES`.
+
+        Args:
+            gpus: number of GPUs.
+            checkpoint: δ, seconds for which the run waits for a checkpoint.
+            restart: R, seconds from a failure to the first new step.
+        """
+        seconds_between = 3600 * GPU_HOURS_BETWEEN_FAILURES / gpus
+        return Failures(seconds_between, checkpoint, restart)
 
     def young(self) -> float:
-        """Seconds of work between checkpoints by Young's rule; infinite without failures."""
+        """Return the seconds of work between checkpoints by Young's rule.
+
+        Infinite without failures.
+        """
         return math.sqrt(2 * self.checkpoint * self.between)
 
     def daly(self) -> float:
-        """Seconds of work between checkpoints by Daly's rule."""
+        """Return the seconds of work between checkpoints by Daly's rule."""
         if math.isinf(self.between):
             return math.inf
         ratio = self.checkpoint / (2 * self.between)
         if ratio >= 1:
             return self.between
-        return self.young() * (1 + math.sqrt(ratio) / 3 + ratio / 9) - self.checkpoint
+        correction = 1 + math.sqrt(ratio) / 3 + ratio / 9
+        return self.young() * correction - self.checkpoint
 
     def goodput(self, interval: float) -> float:
-        """Return the share of time that is lasting work if checkpoints are `interval` s apart.
+        """Return the share of time that is lasting work.
+
+        Args:
+            interval: τ, seconds of work between checkpoints.
 
         Raises:
             ValueError: an interval that is not positive.
@@ -72,8 +90,8 @@ class Failures:
         if math.isinf(self.between):
             return interval / (interval + self.checkpoint) if math.isfinite(interval) else 1.0
         exponent = (interval + self.checkpoint) / self.between
-        if exponent + self.restart / self.between > 700:  # beyond floats: no work lasts
+        exponent_of_restart = self.restart / self.between
+        if exponent + exponent_of_restart > 700:  # beyond floats: no work lasts
             return 0.0
-        return interval / (
-            self.between * math.exp(self.restart / self.between) * math.expm1(exponent)
-        )
+        seconds = self.between * math.exp(exponent_of_restart) * math.expm1(exponent)
+        return interval / seconds

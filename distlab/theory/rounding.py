@@ -1,8 +1,8 @@
 """Floating-point formats as arithmetic on integers: rounding, stalled sums, and underflow.
 
-A format with m stored bits of mantissa has numbers 2^(e−m) apart between 2^e and 2^(e+1); below its
+A format with m stored bits of mantissa has numbers 2^(e−m) apart between 2^e and 2^(e+1). Below its
 smallest normal number the distance stays what it is there (subnormal numbers). Rounding is to the
-nearest, ties to even (IEEE 754).
+nearest, ties to even. Source: IEEE 754.
 """
 
 import math
@@ -11,7 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """One sign bit, `exponent_bits` and `mantissa_bits` stored ones.
+    """Floating-point format with one sign bit.
+
+    Args:
+        name: name of the format.
+        exponent_bits: number of bits of the exponent.
+        mantissa_bits: number of stored bits of the mantissa, m.
 
     Raises:
         ValueError: fewer than two exponent bits or no mantissa, or more than Python's floats can
@@ -28,21 +33,22 @@ class FloatFormat:
 
     @property
     def largest(self) -> float:
-        """The largest finite number."""
-        return (2 - 2.0**-self.mantissa_bits) * 2.0 ** (2 ** (self.exponent_bits - 1) - 1)
+        """Largest finite number."""
+        largest_exponent = 2 ** (self.exponent_bits - 1) - 1
+        return (2 - 2.0**-self.mantissa_bits) * 2.0**largest_exponent
 
     @property
     def smallest_normal(self) -> float:
-        """The smallest number with full precision."""
+        """Smallest number with full precision."""
         return 2.0 ** (2 - 2 ** (self.exponent_bits - 1))
 
     @property
     def smallest(self) -> float:
-        """The smallest positive number; half of it and less rounds to zero."""
+        """Smallest positive number. Half of it and less rounds to zero."""
         return self.smallest_normal * 2.0**-self.mantissa_bits
 
     def spacing(self, x: float) -> float:
-        """The distance from |x| to the next larger number."""
+        """Return the distance from |x| to the next larger number."""
         exponent = math.frexp(max(abs(x), self.smallest_normal))[1] - 1
         return 2.0 ** (exponent - self.mantissa_bits)
 
@@ -51,7 +57,7 @@ class FloatFormat:
         if x == 0 or not math.isfinite(x):
             return x
         spacing = self.spacing(x)
-        # Python's round goes to even, and the division is exact
+        # Python's round goes to even, and the division by a power of two is exact.
         rounded = round(abs(x) / spacing) * spacing
         return math.copysign(rounded if rounded <= self.largest else math.inf, x)
 
@@ -66,11 +72,16 @@ FORMATS = {
 def repeated_sum(
     addend: float, times: int, accumulator: FloatFormat, held_in: FloatFormat
 ) -> float:
-    """Return the sum of `addend`, held in one format, added `times` times in another format.
+    """Return the sum of equal numbers, which is rounded after each addition.
 
-    The accumulator rounds after each addition.
+    Args:
+        addend: number to add.
+        times: number of additions.
+        accumulator: format of the sum.
+        held_in: format that the addend is rounded to before.
     """
-    total, addend = 0.0, held_in.nearest(addend)
+    total = 0.0
+    addend = held_in.nearest(addend)
     for _ in range(times):
         total = accumulator.nearest(total + addend)
     return total
@@ -79,27 +90,40 @@ def repeated_sum(
 def stalls_at(addend: float, accumulator: FloatFormat) -> float:
     """Return the power of two from which adding `addend` changes nothing.
 
-    It is then less than half the distance of neighbours.
+    From 2^e on neighbours are 2^(e−m) apart, and the addend is at most half of that distance.
+
+    Args:
+        addend: number to add, not 0.
+        accumulator: format of the sum.
     """
     return 2.0 ** math.ceil(math.log2(abs(addend)) + 1 + accumulator.mantissa_bits)
 
 
 def overflow_share(sigma: float, width: int, limit: float) -> float:
-    """Return the probability that one of `width` normal values exceeds `limit` in size.
+    """Return the probability that one of several normal values exceeds a limit in size.
 
-    `sigma` is their deviation.
+    All stay within it with the probability of one to the power of their number.
+
+    Args:
+        sigma: standard deviation of the values.
+        width: number of values.
+        limit: largest size that does not count.
     """
-    return 1 - math.erf(limit / (sigma * math.sqrt(2))) ** width
+    within = math.erf(limit / (sigma * math.sqrt(2)))  # probability of one value
+    return 1 - within**width
 
 
 def safe_loss_scales(vocab_size: int, tokens: int) -> tuple[float, float]:
     """Return the (smallest, largest) loss scale that keeps gradients of logits within fp16.
 
-    The model is at initialisation.
+    The mean cross-entropy over the tokens has gradients (p − target)/tokens. A model at
+    initialisation has p ≈ 1/vocab_size. Its small gradients must not round to zero, and those of
+    the targets, −1/tokens, must not overflow.
 
-    The mean cross-entropy over `tokens` has gradients (p − target)/tokens; an untrained model has p
-    ≈ 1/vocab_size. The small ones must not round to zero, and those of the targets, −1/tokens, not
-    overflow.
+    Args:
+        vocab_size: number of words.
+        tokens: number of tokens in a batch.
     """
-    low = FORMATS["fp16"]
-    return vocab_size * tokens * low.smallest / 2, tokens * low.largest
+    fp16 = FORMATS["fp16"]
+    rounds_to_zero = fp16.smallest / 2
+    return vocab_size * tokens * rounds_to_zero, tokens * fp16.largest

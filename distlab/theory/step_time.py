@@ -1,29 +1,29 @@
-"""The time of a step in closed form: compute, the overhead of communication, and the optimizer.
+"""Time of a step in closed form: computation, overhead of communication, and optimizer.
 
-Two streams run work of A (compute) and B (communication) seconds, each alone. While both run,
-compute proceeds at the rate p and communication at q (both in (0, 1], 1 without contention). They
-share
+Two streams run A seconds of computation and B seconds of communication, each alone. While both run,
+computation proceeds at the rate p and communication at the rate q (both in (0, 1], 1 without
+contention). Both run until the first of them is done, and then the other runs alone. So they share
 
-    min(A/p, B/q)   seconds; then the rest of the longer one runs alone, and both are done after
+    min(A/p, B/q)   seconds, and both are done after
 
     B/q + A − p·B/q   if B/q ≤ A/p,   else   A/p + B − q·A/p
 
-`pipeline` of one message that is ready at once gives this. A strategy says which work overlaps:
+The overhead of communication is this time minus A. `pipeline` of one message that is ready at once
+gives the same. A strategy says which communication overlaps with which computation:
 
     after backward       all-reduce after it
-        gradients, buckets   all-reduce during backward, the last message alone
-        slices (ZeRO-1)      reduce-scatter during backward, all-gather during the next forward
-        units (FSDP)         all-gather during forward, the first alone; all-gather and reduce-scatter during backward,
-                         the last reduce-scatter alone
+    gradients, buckets   all-reduce during backward, the last message alone
+    slices (ZeRO-1)      reduce-scatter during backward, all-gather during the next forward
+    units (FSDP)         all-gather during forward, the first alone. All-gather and reduce-scatter
+                         during backward, the last reduce-scatter alone
 
 Strategies with buffers also copy every gradient once (`ComputeTime.pack`).
 
 How many buckets? docs/learn/theory/buckets.md has the closed form for buckets of equal size.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from distlab.theory.collective_time import further_hops, link_share
 from distlab.theory.forms import Form
@@ -64,9 +64,20 @@ class Network:
     ) -> float:
         """Return the seconds of `messages` collectives with `num_bytes` in sum. 0 for one rank.
 
-        Latency grows along the ring; an all-reduce of many ranks goes up and down a tree instead,
+        The time is that of the latencies plus the bytes of the busiest link over its bandwidth.
+        Latency grows along the ring. An all-reduce of many ranks goes up and down a tree instead,
         2·log₂N hops. Several rings run side by side, each leaving a node through another device's
-        link, so a node's links add up and meet those inside; the slowest place decides.
+        link. So the links of a node add up to its bandwidth, and the slower of it and the links
+        inside decides.
+
+        Args:
+            num_bytes: payload bytes of all messages together.
+            ranks: number of ranks, N.
+            messages: number of collectives.
+            operation: name of the collective.
+
+        Raises:
+            ValueError: fewer than one rank, or negative bytes.
         """
         if ranks < 1 or num_bytes < 0:
             raise ValueError(
@@ -74,21 +85,30 @@ class Network:
             )
         if ranks == 1:
             return 0.0
-        nodes, all_reduce = -(-ranks // self.devices_per_node), operation == "all_reduce"
-        hops = further_hops(ranks, all_reduce=all_reduce)
-        across = min(
-            hops, further_hops(nodes, all_reduce=True) + 1 if all_reduce else nodes - 1
-        ) * (nodes > 1)
-        between_hop = self.hop_s if self.between_hop_s is None else self.between_hop_s
-        latency = self.latency_s + self.hop_s * (hops - across) + between_hop * across
-        volume = link_share(operation, ranks) * num_bytes
-        between = self.between_bytes_per_s * self.devices_per_node if nodes > 1 else math.inf
-        return messages * latency + volume / min(self.inside_bytes_per_s, between)
+        nodes = -(-ranks // self.devices_per_node)
+        is_all_reduce = operation == "all_reduce"
+        hops = further_hops(ranks, all_reduce=is_all_reduce)
+        hops_between = 0  # those that leave a node
+        bandwidth = self.inside_bytes_per_s
+        if nodes > 1:
+            # One hop more than `further_hops`, which leaves out the first.
+            hops_of_nodes = further_hops(nodes, all_reduce=is_all_reduce) + 1
+            hops_between = min(hops, hops_of_nodes)
+            bandwidth = min(bandwidth, self.between_bytes_per_s * self.devices_per_node)
+        between_hop_s = self.hop_s if self.between_hop_s is None else self.between_hop_s
+        hops_inside = hops - hops_between
+        latency_s = self.latency_s + self.hop_s * hops_inside + between_hop_s * hops_between
+        link_bytes = link_share(operation, ranks) * num_bytes
+        return messages * latency_s + link_bytes / bandwidth
 
     def across(self, group: int) -> "Network":
         """Return the network of one device if all groups of `group` devices communicate at once.
 
-        Each member sends to the members of other groups that have its place.
+        Each member sends to the members of other groups that have its place. So the members of a
+        group share the links of their node.
+
+        Args:
+            group: number of neighbouring devices in a group.
         """
         return replace(self, devices_per_node=max(1, self.devices_per_node // group))
 
@@ -109,17 +129,22 @@ class ComputeTime:
     pack: float = 0.0
 
     def __add__(self, other: "ComputeTime") -> "ComputeTime":
+        """Return the seconds of both."""
         return ComputeTime(
-            *(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True))
+            forward=self.forward + other.forward,
+            backward=self.backward + other.backward,
+            optimizer=self.optimizer + other.optimizer,
+            pack=self.pack + other.pack,
         )
 
 
 @dataclass(frozen=True)
 class Messages:
-    """Messages of a step: bytes of all gradients and of all gathered parameters, and their numbers.
+    """Messages of a step: their bytes and their numbers.
 
     Args:
-        gradient_bytes, parameter_bytes: bytes on one rank, whole.
+        gradient_bytes: bytes of all gradients, before they are divided among ranks.
+        parameter_bytes: bytes of all gathered parameters, before they are divided among ranks.
         parameters: number of parameter tensors.
         buckets: number of buckets.
         units: number of FSDP's units.
@@ -159,7 +184,7 @@ class StepTime:
 
     @property
     def step(self) -> float:
-        """All of it: the longer of device and host decides."""
+        """Seconds of the whole step: the longer of device and host decides."""
         return max(self.device, self.host)
 
 
@@ -190,7 +215,11 @@ def step_time(
     """Return the time of a step under a strategy.
 
     Args:
+        strategy: entry of the strategy.
         compute: seconds of compute of all micro-batches together, see `ComputeTime`.
+        messages: bytes and numbers of the messages of a step.
+        network: links between the ranks.
+        ranks: number of ranks, N.
         contention: rates p and q.
         micro_batches: number accumulated. DDP strategies communicate only during the last one's
             backward, FSDP gathers in each.
@@ -201,58 +230,162 @@ def step_time(
     """
     if not has_closed_form(strategy):
         raise ValueError(f"strategy {strategy.name!r} has no closed form of its time")
-    p, q = contention
-    size, n, m = messages.gradient_bytes, ranks, micro_batches
-    base = (
-        compute.forward + compute.backward + compute.pack * (strategy.sends in ("all", "buckets"))
-    )
-    last = compute.backward / m  # what the synchronised backward can cover
-    optimizer = compute.optimizer
-
-    def beside(work: float, comm: float, tail: float = 0.0) -> float:
-        """Return the seconds that communication adds to `work`.
-
-        All of it except its last `tail` may run at the same time.
-        """
-        if comm == 0:
-            return 0.0  # exactly, where the sum below would leave what rounding does
-        return (
-            pipeline([0.0], [comm - tail], work, compute_rate=p, communication_rate=q) + tail - work
-        )
-
     if strategy.sends == "nothing":
-        comm, overhead, calls = 0.0, 0.0, 0
-    elif strategy.sends == "units":
-        # HSDP shards inside a group, and all-reduces the shards' gradients between the groups.
-        inner = sharding_group(strategy, n, network.devices_per_node, group)
-        gather = network.seconds(messages.parameter_bytes, inner, messages.units, "all_gather")
-        scatter = network.seconds(size, inner, messages.units, "reduce_scatter")
-        if inner < n:
-            scatter += network.across(inner).seconds(size / inner, n // inner, messages.units)
-        forward = beside(compute.forward / m, gather, gather / messages.units)
-        plain = beside(last, gather)  # of a micro-batch whose gradients stay
-        overhead = (
-            m * forward + (m - 1) * plain + beside(last, gather + scatter, scatter / messages.units)
+        busy_s = compute.forward + compute.backward
+        return StepTime(busy_s, compute.optimizer, overhead=0.0, communication=0.0, calls=0)
+    if strategy.sends == "units":
+        group = sharding_group(strategy, ranks, network.devices_per_node, group)
+        return _time_of_units(compute, messages, network, ranks, group, contention, micro_batches)
+    if strategy.updates == "slices":
+        return _time_of_slices(
+            strategy, compute, messages, network, ranks, contention, micro_batches
         )
-        optimizer, comm = compute.optimizer / inner, (2 * m) * gather + scatter
-        calls = messages.units * (2 * m + 1 + (inner < n))
-    elif strategy.updates == "slices":
-        half = network.seconds(size, n, messages.buckets, "reduce_scatter")
-        tail = half / messages.buckets
-        overhead = beside(compute.forward / m, half, tail) + beside(last, half, tail)
-        optimizer, comm, calls = compute.optimizer / n, 2 * half, 2 * messages.buckets
+    return _time_of_all_reduces(
+        strategy, compute, messages, network, ranks, contention, micro_batches
+    )
+
+
+def _time_of_units(
+    compute: ComputeTime,
+    messages: Messages,
+    network: Network,
+    ranks: int,
+    group: int,
+    contention: tuple[float, float],
+    micro_batches: int,
+) -> StepTime:
+    """Return the time of a step that gathers parameters unit by unit: FSDP, and HSDP.
+
+    Every micro-batch gathers in forward and in backward. Only the last one's backward also
+    reduce-scatters gradients. HSDP shards inside a group, and all-reduces the shards' gradients
+    between the groups.
+    """
+    units = messages.units
+    is_hybrid = group < ranks
+    gather_s = network.seconds(messages.parameter_bytes, group, units, "all_gather")
+    scatter_s = network.seconds(messages.gradient_bytes, group, units, "reduce_scatter")
+    if is_hybrid:
+        shard_bytes = messages.gradient_bytes / group
+        between_groups = network.across(group)
+        scatter_s += between_groups.seconds(shard_bytes, ranks // group, units)
+    forward_s = compute.forward / micro_batches
+    backward_s = compute.backward / micro_batches
+    # No computation covers the first gather of a forward and the last reduce-scatter of the step.
+    in_forward = _overhead(forward_s, gather_s, gather_s / units, contention)
+    in_backward = _overhead(backward_s, gather_s, 0.0, contention)
+    in_last_backward = _overhead(backward_s, gather_s + scatter_s, scatter_s / units, contention)
+    return StepTime(
+        compute=compute.forward + compute.backward,
+        optimizer=compute.optimizer / group,
+        overhead=(
+            micro_batches * in_forward + (micro_batches - 1) * in_backward + in_last_backward
+        ),
+        communication=2 * micro_batches * gather_s + scatter_s,
+        calls=units * (2 * micro_batches + (2 if is_hybrid else 1)),
+    )
+
+
+def _time_of_slices(
+    strategy: Form,
+    compute: ComputeTime,
+    messages: Messages,
+    network: Network,
+    ranks: int,
+    contention: tuple[float, float],
+    micro_batches: int,
+) -> StepTime:
+    """Return the time of a step in which every rank updates a slice of each bucket: ZeRO-1.
+
+    A reduce-scatter of gradients under backward and an all-gather of parameters under the next
+    forward take equally long. Each is half of an all-reduce.
+    """
+    half_s = network.seconds(messages.gradient_bytes, ranks, messages.buckets, "reduce_scatter")
+    bucket_s = half_s / messages.buckets
+    in_forward = _overhead(compute.forward / micro_batches, half_s, bucket_s, contention)
+    in_backward = _overhead(compute.backward / micro_batches, half_s, bucket_s, contention)
+    return StepTime(
+        compute=_busy_seconds(strategy, compute),
+        optimizer=compute.optimizer / ranks,
+        overhead=in_forward + in_backward,
+        communication=2 * half_s,
+        calls=2 * messages.buckets,
+    )
+
+
+def _time_of_all_reduces(
+    strategy: Form,
+    compute: ComputeTime,
+    messages: Messages,
+    network: Network,
+    ranks: int,
+    contention: tuple[float, float],
+    micro_batches: int,
+) -> StepTime:
+    """Return the time of a step that all-reduces gradients: after backward or under it."""
+    if strategy.sends == "gradients":
+        count = messages.parameters
+    elif strategy.sends == "all":
+        count = 1
     else:
-        calls = count = {"gradients": messages.parameters, "all": 1, "buckets": messages.buckets}[
-            strategy.sends
-        ]
-        comm, tail = network.seconds(size, n, count), network.seconds(size / count, n)
-        overhead = comm if strategy.after_backward else beside(last, comm, tail)
-        if strategy.updates == "owned":
-            # Broadcasts of different owners load the ring's links evenly, as an all-gather does.
-            sending = network.seconds(size, n, messages.buckets, "all_gather")
-            optimizer, overhead, comm = optimizer / n, overhead + sending, comm + sending
-            calls = 2 * count
-    return StepTime(base, optimizer, overhead, comm, calls)
+        count = messages.buckets
+    communication_s = network.seconds(messages.gradient_bytes, ranks, count)
+    if strategy.after_backward:
+        overhead_s = communication_s
+    else:
+        last_message_s = network.seconds(messages.gradient_bytes / count, ranks)
+        backward_s = compute.backward / micro_batches
+        overhead_s = _overhead(backward_s, communication_s, last_message_s, contention)
+    optimizer_s = compute.optimizer
+    calls = count
+    if strategy.updates == "owned":
+        # Each rank updates its own parameters and broadcasts them. The broadcasts of different
+        # owners load the links of a ring evenly, as an all-gather does.
+        broadcast_s = network.seconds(
+            messages.gradient_bytes, ranks, messages.buckets, "all_gather"
+        )
+        optimizer_s = optimizer_s / ranks
+        overhead_s += broadcast_s
+        communication_s += broadcast_s
+        calls = 2 * count
+    return StepTime(
+        compute=_busy_seconds(strategy, compute),
+        optimizer=optimizer_s,
+        overhead=overhead_s,
+        communication=communication_s,
+        calls=calls,
+    )
+
+
+def _busy_seconds(strategy: Form, compute: ComputeTime) -> float:
+    """Return the seconds of forward, backward and the copies into buffers, if there are any."""
+    busy_s = compute.forward + compute.backward
+    if strategy.sends in ("all", "buckets"):
+        busy_s += compute.pack
+    return busy_s
+
+
+def _overhead(
+    work_s: float, communication_s: float, tail_s: float, contention: tuple[float, float]
+) -> float:
+    """Return the seconds that communication adds to computation.
+
+    Args:
+        work_s: seconds of computation.
+        communication_s: seconds of communication.
+        tail_s: seconds of communication at the end that no computation can cover.
+        contention: rates p and q.
+    """
+    if communication_s == 0:
+        return 0.0  # exactly, where the difference below would leave a rounding error
+    compute_rate, communication_rate = contention
+    together_s = pipeline(
+        [0.0],
+        [communication_s - tail_s],
+        work_s,
+        compute_rate=compute_rate,
+        communication_rate=communication_rate,
+    )
+    return together_s + tail_s - work_s
 
 
 def sharding_group(
@@ -262,8 +395,14 @@ def sharding_group(
 
     It is `group` with a mesh, else all ranks if the strategy shards parameters, or one.
 
+    Args:
+        strategy: entry of the strategy.
+        ranks: number of ranks.
+        devices_per_node: number of devices of a node.
+        group: number of ranks in a group. None: the largest divisor of the ranks that fits a node.
+
     Raises:
-        ValueError: a group that does not divide the ranks; the message lists what does.
+        ValueError: a group that does not divide the ranks. The message lists what does.
     """
     if not strategy.takes_mesh:
         return ranks if strategy.sends == "units" else 1
@@ -290,10 +429,12 @@ def pipeline(
     message at q = `communication_rate` of their speed alone.
 
     Args:
-        ready_s: seconds of undisturbed backward after which each bucket is complete; later ones
+        ready_s: seconds of undisturbed backward after which each bucket is complete. Later ones
             wait for earlier.
         message_s: seconds of each message alone.
         backward_s: T, seconds of backward, undisturbed.
+        compute_rate: p, speed of backward while a message is sent, relative to its speed alone.
+        communication_rate: q, speed of a message during backward, relative to its speed alone.
 
     Raises:
         ValueError: unequal lengths, a negative time, a rate outside (0, 1].
@@ -305,12 +446,18 @@ def pipeline(
         )
     if min([backward_s, *ready_s, *message_s]) < 0:
         raise ValueError("times must not be negative")
-    now = done = 0.0  # seconds, and seconds of backward's own time
+    now = 0.0  # seconds since the start
+    done = 0.0  # seconds of undisturbed backward that are done by then
     for ready, message in zip(ready_s, message_s, strict=True):
         ready = min(ready, backward_s)
-        if ready > done:  # nothing is under way
-            now, done = now + ready - done, ready
-        beside = min(message / communication_rate, (backward_s - done) / compute_rate)
-        now, done = now + beside, min(backward_s, done + compute_rate * beside)
-        now += message - communication_rate * beside
+        if ready > done:
+            # No message is being sent, and backward runs alone until the bucket is complete.
+            now = now + ready - done
+            done = ready
+        # Backward and the message run together until the first of them is done.
+        together = min(message / communication_rate, (backward_s - done) / compute_rate)
+        now += together
+        done = min(backward_s, done + compute_rate * together)
+        # The rest of the message runs alone, if backward was done first.
+        now += message - communication_rate * together
     return now + backward_s - done

@@ -1,15 +1,15 @@
 """Volume of one training step in closed form: collectives and their bytes.
 
-Benchmarks assert these numbers against the recorded collectives, so each function states one
-strategy's rule again, independently of the code that executes it, so that agreement of the two
-means something.
+The functions state the rule of each strategy a second time and use none of the strategies' code.
+The benchmark asserts that two independent countings agree: these numbers, and the collectives that
+it recorded.
 
-Bytes are payload, the size of the tensor handed to the collective on one rank. What then crosses
-the wires depends on the algorithm, and so does the time it takes (`collective_time`).
+Bytes are payload: the size of the tensor that one rank hands to the collective. The bytes that then
+cross the wires depend on the algorithm, and so does the time (`collective_time`).
 
 All functions take the trainable parameters of one model in registration order, a tied parameter
 once: `numels` are their elements and `itemsizes` the bytes per element of their gradients.
-Gradients share a buffer only with gradients of the same dtype; where two dtypes have one size (fp16
+Gradients share a buffer only with gradients of the same dtype. Where two dtypes have one size (fp16
 and bf16), tell them apart through `dtypes`, any hashable labels.
 """
 
@@ -22,10 +22,16 @@ from distlab.theory.checks import at_least_one
 from distlab.theory.forms import Form
 from distlab.theory.model_shape import ModelShape
 
+MIB = 2**20
 FLAG_BYTES = 4  # a flag outside the buckets is one fp32 number
+UNBOUNDED_MB = 2.0**40  # a limit that no bucket of torch reaches, in MiB
+# Rules of the flat buffers of this lab's FSDP (`distlab/parallel/fsdp/layout.py`), in elements.
+FSDP_ALIGNMENT = 8
+FSDP_WORTH_A_BUFFER = 2**18
 
 Sizes = Sequence[int]
 Labels = Sequence[Hashable]
+Mesh = tuple[int, int]  # (replicas, ranks of a shard group): hosts and the GPUs of each
 
 
 @dataclass(frozen=True)
@@ -41,249 +47,15 @@ class CommunicationVolume:
     bytes: int
 
     def __add__(self, other: "CommunicationVolume") -> "CommunicationVolume":
+        """Return the volume of both."""
         return CommunicationVolume(self.collectives + other.collectives, self.bytes + other.bytes)
 
     def __mul__(self, times: int) -> "CommunicationVolume":
+        """Return the volume of `times` repetitions."""
         return CommunicationVolume(self.collectives * times, self.bytes * times)
 
 
-Mesh = tuple[int, int]  # (replicas, ranks of a shard group): hosts and the GPUs of each
-
-
-def all_reduced(messages: Sequence[tuple[int, int]], mesh: Mesh = (1, 1)) -> CommunicationVolume:
-    """Return the volume of one all-reduce for each message.
-
-    In two levels it is a reduce-scatter, an all-reduce of a slice and an all-gather.
-
-    In two levels a message of n elements is padded to p, a multiple of the shard group's S ranks.
-    The reduce-scatter and the all-gather carry p elements, the all-reduce between the groups p/S: 3
-    calls of (2 + 1/S)·p elements.
-
-    Args:
-        messages: (elements, bytes per element) of each message.
-        mesh: (replicas, ranks of a shard group). One level if either is 1.
-
-    Raises:
-        ValueError: fewer than one rank.
-    """
-    replicas, ranks = mesh
-    at_least_one(replicas=replicas, ranks=ranks)
-    if replicas == 1 or ranks == 1:
-        return CommunicationVolume(len(messages), sum(numel * size for numel, size in messages))
-    slices = [(-(-numel // ranks), size) for numel, size in messages]
-    return CommunicationVolume(
-        3 * len(slices), sum((2 * ranks + 1) * numel * size for numel, size in slices)
-    )
-
-
-def each_gradient(
-    numels: Sizes,
-    itemsizes: Sizes,
-    *,
-    mesh: Mesh = (1, 1),
-    dtypes: Labels | None = None,
-) -> CommunicationVolume:
-    """Return the volume of one all-reduce per parameter, and one of "used" flags in fp32.
-
-    For P parameters: P + 1 calls, Σ numel·itemsize + 4·P bytes (for P = 0 nothing).
-
-    Args:
-        mesh: (replicas, ranks of a shard group), see `all_reduced`.
-
-    Raises:
-        ValueError: lists of different lengths, or a negative size.
-    """
-    labels_of(numels, itemsizes, dtypes)
-    flags = [(len(numels), FLAG_BYTES)] if numels else []
-    return all_reduced([*zip(numels, itemsizes, strict=True), *flags], mesh)
-
-
-def bucketed(
-    numels: Sizes,
-    itemsizes: Sizes,
-    bucket_size_mb: float | None = 25.0,
-    *,
-    world_size: int = 1,
-    mesh: Mesh = (1, 1),
-    dtypes: Labels | None = None,
-) -> CommunicationVolume:
-    """Return the volume of one all-reduce per bucket.
-
-    Buckets are filled in reverse registration order, each dtype its own.
-
-    A bucket closes before a gradient would push it past `bucket_size_mb`; a larger gradient has a
-    bucket to itself. Each bucket carries one flag element per parameter behind the gradients, which
-    do not count towards the limit. So the bytes, Σ (numel + 1)·itemsize, do not depend on the
-    bucket size; the number of calls does.
-
-    Args:
-        bucket_size_mb: limit in MiB. None for one unbounded bucket per dtype: all gradients in one
-            message, with a flag for each parameter.
-        world_size: number, to a multiple of which each bucket with its flags is padded. Copy
-            engines need equal chunks, other collectives do not.
-        mesh: (replicas, ranks of a shard group), see `all_reduced`.
-
-    Raises:
-        ValueError: as in `each_gradient`. Also a bucket size that is not positive, or fewer than
-            one rank.
-    """
-    # With one element more per parameter each bucket holds its flags, which must not count towards
-    # the limit.
-    buckets = bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes, flags=1)
-    return all_reduced([(padded(numel, world_size), size) for numel, size in buckets], mesh)
-
-
-def torch_ddp(
-    numels: Sizes,
-    itemsizes: Sizes,
-    *,
-    first_bucket_mb: float = 1.0,
-    bucket_cap_mb: float = 25.0,
-    dtypes: Labels | None = None,
-) -> CommunicationVolume:
-    """Return the volume of torch's DistributedDataParallel in the steady state.
-
-    All parameters are used, and there are no buffers.
-
-    torch rebuilds its buckets in the order in which gradients became ready, here reverse
-    registration order. A bucket closes *with* the gradient that brings it to its limit (so it may
-    exceed it), and per dtype the first bucket's limit differs from the others'. The steady state is
-    from the third step on, with `static_graph` from the fourth: until then there is one bucket per
-    dtype, the rebuilding step also broadcasts the new order, and the first step of a static graph
-    also all-reduces which parameters are used. Source: `torch/nn/parallel/distributed.py`
-    (`_BucketCapacityConfig`) and `compute_bucket_assignment_by_size` in
-    `torch/csrc/distributed/c10d/reducer.cpp`, 2.13; the steps were seen there.
-
-    Args:
-        first_bucket_mb: limit of the first bucket, MiB. torch uses 1 only if `bucket_cap_mb` has
-            its default. If it was given, even as 25, the first limit is also `bucket_cap_mb`.
-        bucket_cap_mb: limit of the other buckets, MiB.
-
-    Raises:
-        ValueError: as in `each_gradient`. Also a limit that is not positive.
-    """
-    dtypes = labels_of(numels, itemsizes, dtypes)
-    # torch truncates limits to whole bytes.
-    first = int(positive_mib("first_bucket_mb", first_bucket_mb))
-    later = int(positive_mib("bucket_cap_mb", bucket_cap_mb))
-    closed, filled = dict.fromkeys(dtypes, 0), {}
-    for numel, size, dtype in reversed(list(zip(numels, itemsizes, dtypes, strict=True))):
-        filled[dtype] = filled.get(dtype, 0) + numel * size
-        if filled[dtype] >= (later if closed[dtype] else first):
-            closed[dtype] += 1
-            del filled[dtype]
-    return CommunicationVolume(sum(closed.values()) + len(filled), payload(numels, itemsizes))
-
-
-def zero1(
-    numels: Sizes,
-    itemsizes: Sizes,
-    bucket_size_mb: float | None = 25.0,
-    *,
-    world_size: int,
-    dtypes: Labels | None = None,
-) -> CommunicationVolume:
-    """Return the volume of a reduce-scatter and an all-gather per bucket, and a message of flags.
-
-    The reduce-scatter carries gradients, the all-gather parameters.
-
-    Buckets are filled as in `bucketed`, without flags, and padded to a multiple of the world size;
-    the flags go in an fp32 all-reduce of 4 bytes per parameter. For B buckets: 2·B + 1 calls.
-
-    Raises:
-        ValueError: as in `bucketed`. Also fewer than one rank.
-    """
-    buckets = bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes)
-    sent = sum(padded(numel, world_size) * size for numel, size in buckets)
-    return CommunicationVolume(2 * len(buckets) + 1, 2 * sent + FLAG_BYTES * len(numels))
-
-
-def sharded_optimizer(
-    numels: Sizes,
-    itemsizes: Sizes,
-    bucket_size_mb: float | None = 25.0,
-    *,
-    world_size: int,
-    message_mb: float = 25.0,
-    dtypes: Labels | None = None,
-) -> CommunicationVolume:
-    """Return the volume of `bucketed` and of a broadcast of every parameter by its owner.
-
-    A message has parameters of one dtype.
-
-    Parameters go to the rank that owns least, largest first; an owner's, in that order of
-    assignment, share messages of at most `message_mb` MiB (a larger one has its own).
-
-    Raises:
-        ValueError: as in `bucketed`. Also fewer than one rank.
-    """
-    at_least_one(world_size=world_size)
-    gradients = bucketed(numels, itemsizes, bucket_size_mb, dtypes=dtypes)
-    labels = labels_of(numels, itemsizes, dtypes)
-    loads, filled, calls = [0] * world_size, {}, 0
-    for index in sorted(range(len(numels)), key=lambda i: -numels[i]):
-        owner = loads.index(min(loads))
-        loads[owner] += numels[index]
-        key, size = (owner, labels[index]), numels[index] * itemsizes[index]
-        if key not in filled or filled[key] + size > message_mb * MIB:
-            calls, filled[key] = calls + 1, 0
-        filled[key] += size
-    return CommunicationVolume(
-        gradients.collectives + calls, gradients.bytes + payload(numels, itemsizes)
-    )
-
-
-def fsdp(
-    numels: Sizes,
-    itemsizes: Sizes,
-    units: Sequence[Hashable | None],
-    *,
-    world_size: int,
-    replicas: int = 1,
-    compute_itemsize: int,
-    micro_batches: int = 1,
-    shapes: Sequence[Sizes] | None = None,
-    dtypes: Labels | None = None,
-) -> CommunicationVolume:
-    """Return the volume of two all-gathers and a reduce-scatter per buffer, and a small all-reduce.
-
-    The all-gathers carry parameters, the reduce-scatter gradients.
-
-    A unit's parameters are stored one after another in one buffer, or in one for each length of
-    rows (`sharded_buffers`), padded to whole rows on every rank. Gathers carry `compute_itemsize`
-    bytes per element, reductions the masters' `itemsizes`. Replicated parameters (norms, biases)
-    are sent in one all-reduce with a flag each. For U buffers: 3·U + 1 calls. Hybrid sharding
-    all-reduces each buffer's slice between the replicas: U calls more. Every further micro-batch of
-    a step gathers again, and only the last one's backward sends gradients: 2·U calls more for each.
-    Args:
-        units: for each parameter, the unit that it is gathered with, or None for a replicated one.
-        world_size: number of ranks that a buffer is divided among: all, or those of a shard group
-            in hybrid sharding.
-        replicas: number of replicas of a shard group, in hybrid sharding.
-        compute_itemsize: bytes per element in which parameters are sent.
-        micro_batches: number of micro-batches accumulated in a step.
-        shapes: shape of each parameter, in row-major order. None: one column, which may be cut
-            anywhere.
-
-    Raises:
-        ValueError: as in `each_gradient`. Also fewer than one rank.
-    """
-    labels_of(numels, itemsizes, dtypes)
-    shapes = [(numel, 1) for numel in numels] if shapes is None else shapes
-    of_unit = {}  # unit → shapes of its parameters
-    for shape, unit in zip(shapes, units, strict=True):
-        if unit is not None:
-            of_unit.setdefault(unit, []).append(shape)
-    buffers = [numel for each in of_unit.values() for numel in sharded_buffers(each, world_size)]
-    small = [numel for numel, unit in zip(numels, units, strict=True) if unit is None]
-    master = max(itemsizes, default=4)
-    at_least_one(replicas=replicas, micro_batches=micro_batches)
-    gathers, reductions = 2 * micro_batches * sum(buffers) * compute_itemsize, sum(buffers) * master
-    between = sum(buffers) // world_size * master if replicas > 1 else 0
-    return CommunicationVolume(
-        (2 * micro_batches + 1 + (replicas > 1)) * len(buffers) + bool(small),
-        gathers + reductions + between + (sum(small) + len(small)) * master,
-    )
+# -- all strategies --------------------------------------------------------------------------------
 
 
 def step_volume(
@@ -303,63 +75,448 @@ def step_volume(
     """Return the volume of a strategy. None if it has no closed form, as torch's FSDP.
 
     Args:
+        strategy: entry of the strategy.
+        numels: elements of each parameter.
+        itemsizes: bytes per element of each gradient.
         bucket_size_mb: MiB, None for unbounded. Ignored by strategies without buckets.
         world_size: number of ranks, for strategies that pad or divide.
         shard_size: number of ranks in a shard group, for strategies with a mesh. None: all.
+        dtypes: labels that tell the gradients' dtypes apart. None: their sizes do.
         units, shapes, compute_itemsize, micro_batches: arguments of `fsdp`, which has no closed
             form without units.
 
     Raises:
         ValueError: as in `each_gradient`. Also a `shard_size` that does not divide the ranks.
     """
-    shard_size = (strategy.takes_mesh and shard_size) or world_size
-    mesh = (world_size // shard_size, shard_size)
-    if math.prod(mesh) != world_size:
-        raise ValueError(f"shard_size={shard_size} does not divide the {world_size} ranks")
-    sizes = {"numels": numels, "itemsizes": itemsizes, "dtypes": dtypes}
-    cap = float(2**40) if bucket_size_mb is None else bucket_size_mb
+    ranks_of_group = world_size
+    if strategy.takes_mesh and shard_size:
+        ranks_of_group = shard_size
+    replicas = world_size // ranks_of_group
+    if replicas * ranks_of_group != world_size:
+        raise ValueError(f"shard_size={ranks_of_group} does not divide the {world_size} ranks")
+    mesh = (replicas, ranks_of_group)
+
     if strategy.sends == "nothing":
         return CommunicationVolume(0, 0)
     if strategy.sends == "gradients":
-        return each_gradient(mesh=mesh, **sizes)
+        return each_gradient(numels, itemsizes, mesh=mesh, dtypes=dtypes)
     if strategy.sends == "units" and units is not None and not strategy.is_peer:
         return fsdp(
-            units=units,
-            shapes=shapes,
+            numels,
+            itemsizes,
+            units,
+            world_size=ranks_of_group,
+            replicas=replicas,
             compute_itemsize=compute_itemsize,
             micro_batches=micro_batches,
-            world_size=shard_size,
-            replicas=mesh[0],
-            **sizes,
+            shapes=shapes,
+            dtypes=dtypes,
         )
     if strategy.sends not in ("all", "buckets"):
         return None
     if strategy.is_peer:
-        limits = {"first_bucket_mb": cap, "bucket_cap_mb": cap} if strategy.has_buckets else {}
-        sent = torch_ddp(**limits, **sizes)
-        if strategy.updates == "owned":
-            # ZeroRedundancyOptimizer: beside DDP's all-reduces, each parameter broadcast by its
-            # owner. Source: `_sync_params` in torch/distributed/optim/zero_redundancy_optimizer.py,
-            # 2.13, without `parameters_as_bucket_view`.
-            return CommunicationVolume(
-                sent.collectives + len(numels), sent.bytes + payload(numels, itemsizes)
-            )
-        return sent
-    sizes["bucket_size_mb"] = bucket_size_mb if strategy.has_buckets else None
+        return _torch_volume(strategy, numels, itemsizes, bucket_size_mb, dtypes)
+    if not strategy.has_buckets:
+        bucket_size_mb = None
     if strategy.updates == "slices":
-        return zero1(world_size=world_size, **sizes)
+        return zero1(numels, itemsizes, bucket_size_mb, world_size=world_size, dtypes=dtypes)
     if strategy.updates == "owned":
-        return sharded_optimizer(world_size=world_size, **sizes)
-    return bucketed(world_size=world_size if strategy.pads_buckets else 1, mesh=mesh, **sizes)
+        return sharded_optimizer(
+            numels, itemsizes, bucket_size_mb, world_size=world_size, dtypes=dtypes
+        )
+    return bucketed(
+        numels,
+        itemsizes,
+        bucket_size_mb,
+        world_size=world_size if strategy.pads_buckets else 1,
+        mesh=mesh,
+        dtypes=dtypes,
+    )
 
 
-MIB = 2**20
-FSDP_ALIGNMENT = 8  # elements
-FSDP_WORTH_A_BUFFER = 2**18  # elements
+def _torch_volume(
+    strategy: Form,
+    numels: Sizes,
+    itemsizes: Sizes,
+    bucket_size_mb: float | None,
+    dtypes: Labels | None,
+) -> CommunicationVolume:
+    """Return the volume of a strategy that is torch's DistributedDataParallel, tuned or not."""
+    if strategy.has_buckets:
+        limit_mb = UNBOUNDED_MB if bucket_size_mb is None else bucket_size_mb
+        gradients = torch_ddp(
+            numels, itemsizes, first_bucket_mb=limit_mb, bucket_cap_mb=limit_mb, dtypes=dtypes
+        )
+    else:
+        gradients = torch_ddp(numels, itemsizes, dtypes=dtypes)
+    if strategy.updates != "owned":
+        return gradients
+    # ZeroRedundancyOptimizer: next to DDP's all-reduces, each parameter is broadcast by its owner.
+    # Source: `_sync_params` in torch/distributed/optim/zero_redundancy_optimizer.py, 2.13, without
+    # `parameters_as_bucket_view`.
+    broadcasts = CommunicationVolume(len(numels), payload(numels, itemsizes))
+    return gradients + broadcasts
+
+
+def model_volume(
+    strategy: Form,
+    named_parameters: Iterable[tuple[str, Any]],
+    *,
+    bucket_size_mb: float | None = 25.0,
+    world_size: int = 2,
+    shard_size: int | None = None,
+    dtypes: Labels | None = None,
+    compute_itemsize: int = 4,
+    micro_batches: int = 1,
+) -> CommunicationVolume | None:
+    """Return `step_volume` of a Transformer's parameters, which FSDP gathers block by block.
+
+    Args:
+        strategy: entry of the strategy.
+        named_parameters: (name, parameter) of each parameter, in registration order.
+        bucket_size_mb, world_size, shard_size, dtypes, compute_itemsize, micro_batches: arguments
+            of `step_volume`.
+    """
+    numels = []
+    itemsizes = []
+    shapes = []
+    units = []
+    for name, parameter in named_parameters:
+        numels.append(parameter.numel())
+        itemsizes.append(parameter.element_size())
+        shapes.append(parameter.shape)
+        parts = name.split(".")
+        if parameter.ndim <= 1:
+            units.append(None)  # norms and biases are replicated
+        elif parts[0] == "blocks":
+            units.append(".".join(parts[:2]))  # "blocks.3" for all matrices of that block
+        else:
+            units.append(name)
+    return step_volume(
+        strategy,
+        numels,
+        itemsizes,
+        bucket_size_mb=bucket_size_mb,
+        world_size=world_size,
+        shard_size=shard_size,
+        dtypes=dtypes,
+        units=units,
+        shapes=shapes,
+        compute_itemsize=compute_itemsize,
+        micro_batches=micro_batches,
+    )
+
+
+# -- one strategy each -----------------------------------------------------------------------------
+
+
+def all_reduced(messages: Sequence[tuple[int, int]], mesh: Mesh = (1, 1)) -> CommunicationVolume:
+    """Return the volume of one all-reduce for each message.
+
+    On two levels an all-reduce is a reduce-scatter in each shard group, an all-reduce of a slice
+    between the groups, and an all-gather in each group. A message is padded to p elements, a
+    multiple of the shard group's S ranks. The reduce-scatter and the all-gather carry p elements
+    each, the all-reduce p/S: 3 calls of (2 + 1/S)·p elements. Source: Cho et al. 2019,
+    "BlueConnect".
+
+    Args:
+        messages: (elements, bytes per element) of each message.
+        mesh: (replicas, ranks of a shard group). One level if either is 1.
+
+    Raises:
+        ValueError: fewer than one rank.
+    """
+    replicas, ranks = mesh
+    at_least_one(replicas=replicas, ranks=ranks)
+    sent_bytes = 0
+    if replicas == 1 or ranks == 1:
+        for numel, itemsize in messages:
+            sent_bytes += numel * itemsize
+        return CommunicationVolume(len(messages), sent_bytes)
+    for numel, itemsize in messages:
+        slice_numel = padded(numel, ranks) // ranks
+        # (2 + 1/S)·p elements, in slices of p/S
+        sent_bytes += (2 * ranks + 1) * slice_numel * itemsize
+    return CommunicationVolume(3 * len(messages), sent_bytes)
+
+
+def each_gradient(
+    numels: Sizes,
+    itemsizes: Sizes,
+    *,
+    mesh: Mesh = (1, 1),
+    dtypes: Labels | None = None,
+) -> CommunicationVolume:
+    """Return the volume of one all-reduce per parameter, and one of "used" flags in fp32.
+
+    For P parameters: P + 1 calls, Σ numel·itemsize + 4·P bytes (for P = 0 nothing).
+
+    Args:
+        numels: elements of each parameter.
+        itemsizes: bytes per element of each gradient.
+        mesh: (replicas, ranks of a shard group), see `all_reduced`.
+        dtypes: labels that tell the gradients' dtypes apart. None: their sizes do.
+
+    Raises:
+        ValueError: lists of different lengths, or a negative size.
+    """
+    labels_of(numels, itemsizes, dtypes)
+    messages = list(zip(numels, itemsizes, strict=True))
+    if messages:
+        messages.append((len(numels), FLAG_BYTES))
+    return all_reduced(messages, mesh)
+
+
+def bucketed(
+    numels: Sizes,
+    itemsizes: Sizes,
+    bucket_size_mb: float | None = 25.0,
+    *,
+    world_size: int = 1,
+    mesh: Mesh = (1, 1),
+    dtypes: Labels | None = None,
+) -> CommunicationVolume:
+    """Return the volume of one all-reduce per bucket.
+
+    Buckets are filled in reverse registration order, each dtype its own (Li et al. 2020, "PyTorch
+    Distributed: Experiences on Accelerating Data Parallel Training", sec. 3.2).
+
+    A bucket closes before a gradient would push it past `bucket_size_mb`. A larger gradient has a
+    bucket to itself. Each bucket carries one flag element per parameter behind the gradients. The
+    flags do not count towards the limit. So the bytes, Σ (numel + 1)·itemsize, do not depend on the
+    bucket size, but the number of calls does.
+
+    Args:
+        numels: elements of each parameter.
+        itemsizes: bytes per element of each gradient.
+        bucket_size_mb: limit in MiB. None for one unbounded bucket per dtype: all gradients in one
+            message, with a flag for each parameter.
+        world_size: number, to a multiple of which each bucket with its flags is padded. Copy
+            engines need equal chunks, other collectives do not.
+        mesh: (replicas, ranks of a shard group), see `all_reduced`.
+        dtypes: labels that tell the gradients' dtypes apart. None: their sizes do.
+
+    Raises:
+        ValueError: as in `each_gradient`. Also a bucket size that is not positive, or fewer than
+            one rank.
+    """
+    messages = []
+    for numel, itemsize in bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes, flags=1):
+        messages.append((padded(numel, world_size), itemsize))
+    return all_reduced(messages, mesh)
+
+
+def torch_ddp(
+    numels: Sizes,
+    itemsizes: Sizes,
+    *,
+    first_bucket_mb: float = 1.0,
+    bucket_cap_mb: float = 25.0,
+    dtypes: Labels | None = None,
+) -> CommunicationVolume:
+    """Return the volume of torch's DistributedDataParallel in the steady state.
+
+    All parameters are used, and there are no buffers.
+
+    torch rebuilds its buckets in the order in which gradients became ready, here reverse
+    registration order. A bucket closes *with* the gradient that brings it to its limit (so it may
+    exceed it), and per dtype the first bucket's limit differs from the others'. The steady state is
+    from the third step on, with `static_graph` from the fourth. Until then there is one bucket per
+    dtype, the rebuilding step also broadcasts the new order, and the first step of a static graph
+    also all-reduces which parameters are used. Source: `torch/nn/parallel/distributed.py`
+    (`_BucketCapacityConfig`) and `compute_bucket_assignment_by_size` in
+    `torch/csrc/distributed/c10d/reducer.cpp`, 2.13; the steps were seen there.
+
+    Args:
+        numels: elements of each parameter.
+        itemsizes: bytes per element of each gradient.
+        first_bucket_mb: limit of the first bucket, MiB. torch uses 1 only if `bucket_cap_mb` has
+            its default. If it was given, even as 25, the first limit is also `bucket_cap_mb`.
+        bucket_cap_mb: limit of the other buckets, MiB.
+        dtypes: labels that tell the gradients' dtypes apart. None: their sizes do.
+
+    Raises:
+        ValueError: as in `each_gradient`. Also a limit that is not positive.
+    """
+    dtypes = labels_of(numels, itemsizes, dtypes)
+    # torch truncates limits to whole bytes.
+    first_limit = int(positive_mib("first_bucket_mb", first_bucket_mb))
+    later_limit = int(positive_mib("bucket_cap_mb", bucket_cap_mb))
+    closed_buckets = dict.fromkeys(dtypes, 0)  # dtype → number of its closed buckets
+    open_bytes = {}  # dtype → bytes of the bucket that is being filled
+    for numel, itemsize, dtype in reversed(list(zip(numels, itemsizes, dtypes, strict=True))):
+        open_bytes[dtype] = open_bytes.get(dtype, 0) + numel * itemsize
+        limit = first_limit if closed_buckets[dtype] == 0 else later_limit
+        if open_bytes[dtype] >= limit:
+            closed_buckets[dtype] += 1
+            del open_bytes[dtype]
+    buckets = sum(closed_buckets.values()) + len(open_bytes)
+    return CommunicationVolume(buckets, payload(numels, itemsizes))
+
+
+def zero1(
+    numels: Sizes,
+    itemsizes: Sizes,
+    bucket_size_mb: float | None = 25.0,
+    *,
+    world_size: int,
+    dtypes: Labels | None = None,
+) -> CommunicationVolume:
+    """Return the volume of a reduce-scatter and an all-gather per bucket, and a message of flags.
+
+    The reduce-scatter carries gradients, the all-gather parameters (Rajbhandari et al. 2020,
+    "ZeRO", sec. 7.2.1: the two halves of an all-reduce).
+
+    Buckets are filled as in `bucketed`, without flags, and padded to a multiple of the world size.
+    The flags go in an fp32 all-reduce of 4 bytes per parameter. For B buckets: 2·B + 1 calls.
+
+    Args:
+        numels: elements of each parameter.
+        itemsizes: bytes per element of each gradient.
+        bucket_size_mb: limit in MiB, as in `bucketed`.
+        world_size: number of ranks that a bucket is divided among.
+        dtypes: labels that tell the gradients' dtypes apart. None: their sizes do.
+
+    Raises:
+        ValueError: as in `bucketed`. Also fewer than one rank.
+    """
+    buckets = bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes)
+    bucket_bytes = 0
+    for numel, itemsize in buckets:
+        bucket_bytes += padded(numel, world_size) * itemsize
+    flag_bytes = FLAG_BYTES * len(numels)
+    return CommunicationVolume(2 * len(buckets) + 1, 2 * bucket_bytes + flag_bytes)
+
+
+def sharded_optimizer(
+    numels: Sizes,
+    itemsizes: Sizes,
+    bucket_size_mb: float | None = 25.0,
+    *,
+    world_size: int,
+    message_mb: float = 25.0,
+    dtypes: Labels | None = None,
+) -> CommunicationVolume:
+    """Return the volume of `bucketed` and of a broadcast of every parameter by its owner.
+
+    Parameters are assigned to the rank that owns least, largest first. An owner packs its
+    parameters in that order into messages of one dtype and of at most `message_mb` MiB. A larger
+    parameter has a message to itself.
+
+    Args:
+        numels: elements of each parameter.
+        itemsizes: bytes per element of each gradient, and of its parameter.
+        bucket_size_mb: limit of a bucket of gradients in MiB, as in `bucketed`.
+        world_size: number of ranks that own parameters.
+        message_mb: limit of a message of parameters in MiB.
+        dtypes: labels that tell the dtypes apart. None: their sizes do.
+
+    Raises:
+        ValueError: as in `bucketed`. Also fewer than one rank.
+    """
+    at_least_one(world_size=world_size)
+    gradients = bucketed(numels, itemsizes, bucket_size_mb, dtypes=dtypes)
+    labels = labels_of(numels, itemsizes, dtypes)
+    owned_elements = [0] * world_size
+    open_bytes = {}  # (owner, dtype) → bytes of the message that is being filled
+    messages = 0
+    for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
+        owner = owned_elements.index(min(owned_elements))
+        owned_elements[owner] += numels[index]
+        sender = (owner, labels[index])
+        num_bytes = numels[index] * itemsizes[index]
+        if sender not in open_bytes or open_bytes[sender] + num_bytes > message_mb * MIB:
+            messages += 1
+            open_bytes[sender] = 0
+        open_bytes[sender] += num_bytes
+    return gradients + CommunicationVolume(messages, payload(numels, itemsizes))
+
+
+def fsdp(
+    numels: Sizes,
+    itemsizes: Sizes,
+    units: Sequence[Hashable | None],
+    *,
+    world_size: int,
+    replicas: int = 1,
+    compute_itemsize: int,
+    micro_batches: int = 1,
+    shapes: Sequence[Sizes] | None = None,
+    dtypes: Labels | None = None,
+) -> CommunicationVolume:
+    """Return the volume of two all-gathers and a reduce-scatter per buffer, and a small all-reduce.
+
+    The all-gathers carry parameters, one for forward and one for backward. The reduce-scatter
+    carries gradients. Sources: Rajbhandari et al. 2020, "ZeRO", sec. 7.2.2; Zhao et al. 2023,
+    "PyTorch FSDP".
+
+    A unit's parameters are stored one after another in one buffer, or in one for each length of
+    rows (`sharded_buffers`), padded to whole rows on every rank. Gathers carry `compute_itemsize`
+    bytes per element, reductions the masters' `itemsizes`. Replicated parameters (norms, biases)
+    are sent in one all-reduce with a flag each. For U buffers: 3·U + 1 calls.
+
+    Hybrid sharding all-reduces each buffer's slice between the replicas: U calls more. Every
+    further micro-batch of a step gathers again, and only the last one's backward sends gradients:
+    2·U calls more for each.
+
+    Args:
+        numels: elements of each parameter.
+        itemsizes: bytes per element of each gradient.
+        units: for each parameter, the unit that it is gathered with, or None for a replicated one.
+        world_size: number of ranks that a buffer is divided among: all, or those of a shard group
+            in hybrid sharding.
+        replicas: number of replicas of a shard group, in hybrid sharding.
+        compute_itemsize: bytes per element in which parameters are sent.
+        micro_batches: number of micro-batches accumulated in a step.
+        shapes: shape of each parameter, in row-major order. None: one column, which may be cut
+            anywhere.
+        dtypes: labels that tell the gradients' dtypes apart. None: their sizes do.
+
+    Raises:
+        ValueError: as in `each_gradient`. Also fewer than one rank.
+    """
+    labels_of(numels, itemsizes, dtypes)
+    if shapes is None:
+        shapes = [(numel, 1) for numel in numels]
+    shapes_of_unit = {}
+    replicated = 0  # parameters
+    replicated_elements = 0
+    for numel, shape, unit in zip(numels, shapes, units, strict=True):
+        if unit is None:
+            replicated += 1
+            replicated_elements += numel
+        else:
+            shapes_of_unit.setdefault(unit, []).append(shape)
+    buffers = []  # elements of each
+    for unit_shapes in shapes_of_unit.values():
+        buffers += sharded_buffers(unit_shapes, world_size)
+    at_least_one(replicas=replicas, micro_batches=micro_batches)
+    buffer_elements = sum(buffers)
+    master_itemsize = max(itemsizes, default=4)
+
+    calls = 3 * len(buffers)
+    calls += 2 * (micro_batches - 1) * len(buffers)
+    gathered_bytes = 2 * micro_batches * buffer_elements * compute_itemsize
+    reduced_bytes = buffer_elements * master_itemsize
+    if replicas > 1:
+        calls += len(buffers)
+        reduced_bytes += buffer_elements // world_size * master_itemsize
+    if replicated:
+        calls += 1
+    replicated_bytes = (replicated_elements + replicated) * master_itemsize  # with a flag each
+    return CommunicationVolume(calls, gathered_bytes + reduced_bytes + replicated_bytes)
+
+
+# -- parts of these rules --------------------------------------------------------------------------
 
 
 def labels_of(numels: Sizes, itemsizes: Sizes, dtypes: Labels | None) -> Labels:
-    """The dtype labels; sizes tell dtypes apart where no labels were given.
+    """Return the dtype labels. Sizes tell dtypes apart where no labels were given.
+
+    Args:
+        numels: elements of each parameter.
+        itemsizes: bytes per element of each gradient.
+        dtypes: labels of the gradients' dtypes, or None.
 
     Raises:
         ValueError: lists of different lengths, or a negative size.
@@ -370,23 +527,100 @@ def labels_of(numels: Sizes, itemsizes: Sizes, dtypes: Labels | None) -> Labels:
             f"{len(numels)} numels, {len(itemsizes)} itemsizes, {len(dtypes)} dtypes: "
             "give one of each per parameter"
         )
-    if any(numel < 0 for numel in numels) or any(size < 1 for size in itemsizes):
+    if any(numel < 0 for numel in numels) or any(itemsize < 1 for itemsize in itemsizes):
         raise ValueError("numels must not be negative and itemsizes must be at least 1 byte")
     return dtypes
 
 
 def payload(numels: Sizes, itemsizes: Sizes) -> int:
-    """Bytes of all gradients."""
-    return sum(numel * size for numel, size in zip(numels, itemsizes, strict=True))
+    """Return the bytes of all gradients."""
+    return sum(numel * itemsize for numel, itemsize in zip(numels, itemsizes, strict=True))
 
 
 def padded(numel: int, world_size: int) -> int:
-    """Elements, padded to a multiple of the world size.
+    """Return the number of elements, padded to a multiple of the world size.
 
-    Raises ValueError for fewer than one rank.
+    Raises:
+        ValueError: fewer than one rank.
     """
     at_least_one(world_size=world_size)
-    return -(-numel // world_size) * world_size
+    return _round_up(numel, world_size)
+
+
+def _round_up(number: int, unit: int) -> int:
+    """Return the smallest multiple of `unit` that is not below `number`."""
+    return -(-number // unit) * unit
+
+
+@dataclass
+class _Bucket:
+    """Bucket of gradients of one dtype.
+
+    Args:
+        itemsize: bytes per element.
+        numel: elements of all gradients.
+        gradients: number of gradients.
+    """
+
+    itemsize: int
+    numel: int = 0
+    gradients: int = 0
+
+
+def bucket_payloads(
+    numels: Sizes,
+    itemsizes: Sizes,
+    bucket_size_mb: float | None,
+    dtypes: Labels | None,
+    flags: int = 0,
+) -> list[tuple[int, int]]:
+    """Return (elements, bytes per element) of each bucket of the greedy rule of `bucketed`.
+
+    Args:
+        numels: elements of each parameter.
+        itemsizes: bytes per element of each gradient.
+        bucket_size_mb: limit in MiB, None for unbounded.
+        dtypes: labels of the gradients' dtypes, or None.
+        flags: elements that a bucket carries for each gradient. They do not count towards the
+            limit.
+
+    Raises:
+        ValueError: as `labels_of` and `positive_mib`.
+    """
+    dtypes = labels_of(numels, itemsizes, dtypes)
+    limit_bytes = math.inf
+    if bucket_size_mb is not None:
+        limit_bytes = positive_mib("bucket_size_mb", bucket_size_mb)
+    closed = []
+    filling = {}  # dtype → the bucket that is being filled
+    for numel, itemsize, dtype in reversed(list(zip(numels, itemsizes, dtypes, strict=True))):
+        bucket = filling.setdefault(dtype, _Bucket(itemsize))
+        # A gradient above the limit has an empty bucket to itself.
+        if bucket.gradients > 0 and (bucket.numel + numel) * itemsize > limit_bytes:
+            closed.append(filling.pop(dtype))
+            bucket = _Bucket(itemsize)
+            filling[dtype] = bucket
+        bucket.numel += numel
+        bucket.gradients += 1
+    payloads = []
+    for bucket in [*closed, *filling.values()]:
+        payloads.append((bucket.numel + flags * bucket.gradients, bucket.itemsize))
+    return payloads
+
+
+def positive_mib(name: str, mib: float) -> float:
+    """Return the bytes of `mib` MiB.
+
+    Args:
+        name: name of the argument, for the message.
+        mib: MiB.
+
+    Raises:
+        ValueError: a number that is not positive.
+    """
+    if not mib > 0:
+        raise ValueError(f"{name}={mib}: give a positive number of MiB")
+    return mib * MIB
 
 
 def sharded_buffers(shapes: Sequence[Sizes], world_size: int) -> list[int]:
@@ -401,18 +635,48 @@ def sharded_buffers(shapes: Sequence[Sizes], world_size: int) -> list[int]:
     Args:
         shapes: shapes of the unit's matrices in registration order, each from the outermost stride
             to the innermost.
+        world_size: number of ranks that a buffer is divided among.
 
-    Raises ValueError for fewer than one rank.
+    Raises:
+        ValueError: fewer than one rank.
     """
     at_least_one(world_size=world_size)
-    matrices = [(_row(shape, world_size), math.prod(shape)) for shape in shapes]
-    together = _sharded_buffer(matrices, world_size)
-    lengths = dict.fromkeys(row for row, _ in matrices)
-    apart = [
-        _sharded_buffer([m for m in matrices if m[0] == length], world_size) for length in lengths
-    ]
-    worth = max(FSDP_WORTH_A_BUFFER, sum(numel for _, numel in matrices) / 64)
-    return apart if together - sum(apart) > worth else [together]
+    rows = []  # elements in a row of each matrix
+    numels = []
+    for shape in shapes:
+        rows.append(_row_elements(shape, world_size))
+        numels.append(math.prod(shape))
+    together = _padded_buffer(rows, numels, world_size)
+    apart = []
+    for length in dict.fromkeys(rows):
+        numels_of_length = [numel for row, numel in zip(rows, numels, strict=True) if row == length]
+        apart.append(_padded_buffer([length] * len(numels_of_length), numels_of_length, world_size))
+    worth_it = max(FSDP_WORTH_A_BUFFER, sum(numels) / 64)
+    return apart if together - sum(apart) > worth_it else [together]
+
+
+def _row_elements(shape: Sizes, world_size: int) -> int:
+    """Return the elements of a row: the smallest part of a parameter that stays on one rank."""
+    for dims in range(1, len(shape) + 1):
+        if math.prod(shape[:dims]) >= world_size:
+            return max(1, math.prod(shape[dims:]))
+    return 1
+
+
+def _padded_buffer(rows: Sizes, numels: Sizes, world_size: int) -> int:
+    """Return the elements of one buffer of matrices, with padding.
+
+    Args:
+        rows: elements in a row of each matrix.
+        numels: elements of each matrix.
+        world_size: number of ranks that the buffer is divided among.
+    """
+    end = 0
+    for row, numel in zip(rows, numels, strict=True):
+        begin = _round_up(end, math.lcm(row, FSDP_ALIGNMENT))
+        end = begin + numel
+    # Every rank has whole rows, whichever matrix they belong to.
+    return _round_up(end, world_size * math.lcm(*rows))
 
 
 def padded_parameters(shape: ModelShape, world_size: int) -> int:
@@ -420,73 +684,12 @@ def padded_parameters(shape: ModelShape, world_size: int) -> int:
 
     Norms have no padding.
     """
-    block, embedding = shape.matrix_shapes_per_block, [(shape.words, shape.d_model)]
-    padding = sum(sharded_buffers(block, world_size)) - shape.block_matrices
-    of_embedding = sum(sharded_buffers(embedding, world_size)) - shape.embedding_parameters
-    return shape.num_parameters + shape.num_layers * padding + shape.vocabularies * of_embedding
-
-
-def _row(shape: Sizes, world_size: int) -> int:
-    dims = (dim for dim in range(1, len(shape) + 1) if math.prod(shape[:dim]) >= world_size)
-    return max(1, math.prod(shape[next(dims, len(shape)) :]))
-
-
-def _sharded_buffer(matrices: Sequence[tuple[int, int]], world_size: int) -> int:
-    """Elements of one buffer for matrices of (elements in a row, elements)."""
-    end = 0
-    for row, numel in matrices:
-        begin = math.lcm(row, FSDP_ALIGNMENT)
-        end = -(-end // begin) * begin + numel
-    share = math.lcm(*(row for row, _ in matrices))
-    return -(-end // (world_size * share)) * world_size * share
-
-
-def bucket_payloads(
-    numels: Sizes,
-    itemsizes: Sizes,
-    bucket_size_mb: float | None,
-    dtypes: Labels | None,
-    flags: int = 0,
-) -> list[tuple[int, int]]:
-    """Return (elements, bytes per element) of each bucket of the greedy rule of `bucketed`.
-
-    `flags` elements per gradient are added, which do not count towards the limit.
-
-    Raises ValueError as `labels_of` and `positive_mib`.
-    """
-    dtypes = labels_of(numels, itemsizes, dtypes)
-    limit = (
-        float("inf") if bucket_size_mb is None else positive_mib("bucket_size_mb", bucket_size_mb)
-    )
-    closed, filled = [], {}
-    for numel, size, dtype in reversed(list(zip(numels, itemsizes, dtypes, strict=True))):
-        before, count, _ = filled.get(dtype, (0, 0, size))
-        if dtype in filled and (before + numel) * size > limit:
-            closed.append(filled.pop(dtype))
-            before = count = 0
-        filled[dtype] = (before + numel, count + 1, size)
-    return [(numel + flags * count, size) for numel, count, size in [*closed, *filled.values()]]
-
-
-def positive_mib(name: str, mib: float) -> float:
-    """MiB → bytes. Raises ValueError, naming the argument, for what is not positive."""
-    if not mib > 0:
-        raise ValueError(f"{name}={mib}: give a positive number of MiB")
-    return mib * MIB
-
-
-def model_volume(
-    strategy: Form, named_parameters: Iterable[tuple[str, Any]], **options: Any
-) -> CommunicationVolume | None:
-    """Return `step_volume` of a Transformer's parameters, which FSDP gathers block by block."""
-    names, parameters = zip(*named_parameters, strict=True)
-    parts = [name.split(".") for name in names]
-    units = [".".join(part[:2] if part[0] == "blocks" else part) for part in parts]
-    return step_volume(
-        strategy,
-        [p.numel() for p in parameters],
-        [p.element_size() for p in parameters],
-        units=[unit if p.ndim > 1 else None for unit, p in zip(units, parameters, strict=True)],
-        shapes=[p.shape for p in parameters],
-        **options,
+    block_buffers = sharded_buffers(shape.matrix_shapes_per_block, world_size)
+    embedding_buffers = sharded_buffers([(shape.words, shape.d_model)], world_size)
+    block_padding = sum(block_buffers) - shape.block_matrices
+    embedding_padding = sum(embedding_buffers) - shape.embedding_parameters
+    return (
+        shape.num_parameters
+        + shape.num_layers * block_padding
+        + shape.vocabularies * embedding_padding
     )

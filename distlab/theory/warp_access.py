@@ -12,39 +12,46 @@ BANKS = 32
 
 
 def bank_conflicts(words: Sequence[int]) -> int:
-    """Rounds that a warp needs for 4-byte words of shared memory; 1 is free of conflicts.
+    """Return the rounds that a warp needs for words of shared memory. 1 is free of conflicts.
 
-    Lanes that read the same word share one round (a broadcast).
+    Lanes that read the same word share one round (a broadcast). So the rounds are the most
+    different words of one bank.
+
+    Args:
+        words: index of the 4-byte word that each lane reads.
 
     Raises:
         ValueError: no words.
     """
     if not words:
         raise ValueError("words is empty: give the word index of each lane")
-    per_bank = {}  # bank → words that are asked of it
+    per_bank = {}  # bank → different words that lanes read from it
     for word in words:
         per_bank.setdefault(word % BANKS, set()).add(word)
     return max(len(distinct) for distinct in per_bank.values())
 
 
 def swizzle(row: int, column: int) -> int:
-    """Return where column `column` of `row` is stored if columns are exchanged by row xor column.
+    """Return the place in its row of a tile's element if columns are exchanged by row xor column.
 
-    The number of columns is that of the banks.
+    The tile has as many columns as there are banks. A column of it, which would otherwise be in one
+    bank, is spread over all banks. Rows stay spread.
 
-    A column of a tile, which would otherwise be in one bank, is spread over all banks. Rows stay
-    spread.
+    Args:
+        row: row of the element.
+        column: column of the element.
     """
     return column ^ (row % BANKS)
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A branch that a warp's lanes take differently.
+    """Cost of a branch that a warp's lanes take differently.
 
     Args:
-        cycles: the warp executes every branch that any lane takes, one after the other.
-        efficiency: lane-cycles of use over lane-cycles spent.
+        cycles: cycles of the warp, which executes every branch that any lane takes, one after the
+            other.
+        efficiency: ratio of lane-cycles of use to lane-cycles spent.
     """
 
     cycles: float
@@ -52,7 +59,11 @@ class Divergence:
 
 
 def warp_divergence(branches: Sequence[int], cycles: Sequence[float]) -> Divergence:
-    """Cost of a warp whose lane i takes branch `branches[i]`, branch b costing `cycles[b]`.
+    """Return the cost of a warp whose lanes take different branches.
+
+    Args:
+        branches: index of the branch that each lane takes.
+        cycles: cycles of each branch.
 
     Raises:
         ValueError: no lanes, or a branch without a cost.
@@ -61,4 +72,7 @@ def warp_divergence(branches: Sequence[int], cycles: Sequence[float]) -> Diverge
         raise ValueError(f"branches must be indices into the {len(cycles)} costs, one per lane")
     total = sum(cycles[branch] for branch in set(branches))
     useful = sum(cycles[branch] for branch in branches)
-    return Divergence(total, useful / (len(branches) * total) if total else 1.0)
+    if not total:
+        return Divergence(total, efficiency=1.0)
+    spent = len(branches) * total
+    return Divergence(total, efficiency=useful / spent)

@@ -1,10 +1,11 @@
 """Memory that autograd keeps between forward and backward, and temporaries in addition.
 
 Counted operation by operation for the blocks of `ModelShape`, with n = B·T tokens, `c` bytes per
-element of the computation, `r` bytes per element of the residual stream and keys of width k, d
-unless heads share them. Of one block autograd saves
+element of the computation, `r` bytes per element of the residual stream and keys of width k (d
+unless heads share them). Each line is the number of elements that an operation's backward needs,
+times their bytes. Of one block autograd saves
 
-    the residual stream before each norm                2·r·n·d     (the adds themselves save nothing)
+    the residual stream before each norm                2·r·n·d    (the adds save nothing)
     statistics of both norms                            2·4·n
     the norms' outputs, inputs of qkv and of w1, w3     2·c·n·d
     attention: queries and keys after rotation          c·n·(d + k)
@@ -12,8 +13,9 @@ unless heads share them. Of one block autograd saves
                      output and log-sum-exp             c·n·d + 4·n·H
       naive:         a copy of v, the merged heads      c·n·(d + k)
                      softmax in fp32, and cast to c     (4 + [c≠4]·c)·n·H·T
-    w1 x, silu(w1 x), w3 x and silu(w1 x)·w3 x          4·c·n·f     (a compiled block or a fused kernel computes
-                                                                     silu(w1 x) again: 3·c·n·f)
+    w1 x, silu(w1 x), w3 x and silu(w1 x)·w3 x          4·c·n·f    (3·c·n·f in a compiled block or a
+                                                                   fused kernel, which computes
+                                                                   silu(w1 x) again)
 
 A block that is recomputed keeps its input, r·n·d, and the results of attention and matmuls that
 `recompute.KEEPS` names.
@@ -24,13 +26,13 @@ are whole, c·n·d. The loss keeps the logits and their exponentials. If P ranks
 counts the tokens of one, and attention keeps, with its queries and keys after rotation and its
 result in both orders of heads and tokens,
 
-    gathered      the keys and values of all              c·n·(3·d + (2·P + 1)·k)
+    gathered      the keys and values of all            c·n·(3·d + (2·P + 1)·k)
     ulysses       all three of H/P heads                c·n·(3·d + 2·k)
-    ring          qkv's output, kept whole by v            c·n·(4·d + 3·k)
+    ring          qkv's output, kept whole by v         c·n·(4·d + 3·k)
 
-Under autocast r = 4 and c = 2; in one dtype throughout r = c. Korthikanti et al. 2022 ("Reducing
-Activation Recomputation in Large Transformer Models", eq. 2) count a GPT-2 block with dropout the
-same way.
+Under autocast r = 4 and c = 2. In one dtype throughout r = c. Source: Korthikanti et al. 2022,
+"Reducing Activation Recomputation in Large Transformer Models", eq. 2, who count a GPT-2 block with
+dropout in the same way. A test compares the sums with what autograd really saves.
 """
 
 from collections.abc import Mapping
@@ -78,7 +80,7 @@ class Activations:
         kept: bytes of one block until its backward, for each choice of what is not recomputed: an
             entry of `recompute.KEEPS`, or `none` for a block that is not recomputed.
         last: bytes of final norm and head.
-        loss: bytes that the cross-entropy keeps, log-softmax in fp32.
+        loss: bytes that the cross-entropy keeps: log-softmax in fp32.
         loss_temporary: bytes in addition to `loss` at the start of backward: gradients of
             log-softmax and of the logits, fp32.
         head_gradient: bytes of the gradient of the head's input.
@@ -104,7 +106,7 @@ class Activations:
 
     @property
     def checkpoint(self) -> int:
-        """Bytes of one block whose activations are all recomputed: its input."""
+        """Bytes that one block keeps if all its activations are recomputed: its input."""
         return self.kept["block"]
 
 
@@ -121,14 +123,20 @@ class Sharing:
     how: str = "gathered"
 
     def attention_widths(self, width: int, keys: int) -> int:
-        """Return the elements per token that fused attention keeps, see the tables above."""
+        """Return the elements per token that fused attention keeps, see the tables above.
+
+        Args:
+            width: width of the queries of a rank's heads, d.
+            keys: width of the keys of a rank's heads, k.
+        """
         if self.ranks == 1:
             return 3 * width + 3 * keys
-        return {
+        elements = {
             "gathered": 3 * width + (2 * self.ranks + 1) * keys,
             "ulysses": 3 * width + 2 * keys,
             "ring": 4 * width + 3 * keys,
-        }[self.how]
+        }
+        return elements[self.how]
 
 
 ALONE = Sharing()
@@ -143,35 +151,40 @@ def block_activations(
     fused: bool = False,
     sharing: Sharing = ALONE,
 ) -> int:
-    """Bytes that autograd keeps of one block; see the table above.
+    """Return the bytes that autograd keeps of one block, see the table above.
 
     Args:
-        batch, context: B sequences of T tokens on this rank, of longer ones a part.
+        shape: shape of this rank's part of the model.
+        batch: number of sequences on this rank.
+        context: number of this rank's tokens in each sequence.
+        precision: bytes per element.
         attention: `flash`, `sdpa` or `auto`, either of these (nothing of size T² is kept), or
             `naive`.
-        fused: compiled, or run as fused kernels.
+        fused: True if the block is compiled, or runs as fused kernels.
+        sharing: way in which ranks share sequences.
 
     Raises:
         ValueError: an unknown attention, or a batch or context below one.
     """
     at_least_one(batch=batch, context=context)
     one_of("attention", attention, ATTENTION)
-    n, d, f, heads = batch * context, shape.d_model, shape.inner, shape.heads
-    c, r, part = precision.compute, precision.residual, n // shape.tensor
+    n = batch * context
+    n_residual = n // shape.tensor  # tokens of the residual stream on this rank
+    d, f = shape.d_model, shape.inner
+    c, r = precision.compute, precision.residual
+
+    residual_stream = 2 * r * n_residual * d
+    norm_statistics = 2 * FP32 * n_residual
+    norm_outputs = 2 * c * n * d
     if attention == "naive":
-        of_attention = 2 * c * n * (shape.width + shape.kv_width)
-        of_attention += (FP32 + (c if c != FP32 else 0)) * n * heads * context
+        softmax_itemsize = FP32 + _copy_itemsize(c)
+        in_attention = 2 * c * n * (shape.width + shape.kv_width)
+        in_attention += softmax_itemsize * n * shape.heads * context
     else:
-        of_attention = (
-            c * n * sharing.attention_widths(shape.width, shape.kv_width) + FP32 * n * heads
-        )
-    return (
-        2 * r * part * d
-        + 2 * FP32 * part
-        + 2 * c * n * d
-        + of_attention
-        + (3 if fused else 4) * c * n * f
-    )
+        log_sum_exp = FP32 * n * shape.heads
+        in_attention = c * n * sharing.attention_widths(shape.width, shape.kv_width) + log_sum_exp
+    feed_forward = (3 if fused else 4) * c * n * f
+    return residual_stream + norm_statistics + norm_outputs + in_attention + feed_forward
 
 
 def activations(
@@ -184,45 +197,66 @@ def activations(
     compiled: bool = False,
     sharing: Sharing = ALONE,
 ) -> Activations:
-    """All parts for a batch on one rank; arguments and errors as `block_activations`.
+    """Return all parts for a batch on one rank.
 
-    A compiled block does not store what `recompute.KEEPS` names and nothing needs: w2's result.
+    Args:
+        shape, batch, context, precision, attention, fused, sharing: arguments of
+            `block_activations`.
+        compiled: True if blocks are compiled. A compiled block does not store the result of w2,
+            which `recompute.KEEPS` names and backward does not need.
+
+    Raises:
+        ValueError: as `block_activations`.
     """
     block = block_activations(shape, batch, context, precision, attention, fused, sharing)
-    n, d, f, vocabulary = batch * context, shape.d_model, shape.inner, shape.words
-    c, r, part = precision.compute, precision.residual, n // shape.tensor
-    casts = c if c != FP32 else 0  # the logits exist in both dtypes
-    # silu·up backward: gradients of silu·up and of both factors; silu(w1 x) is not computed again.
-    swiglu = 3 * c * n * f
-    scores = (2 * FP32 if attention == "naive" else 0) * n * shape.heads * context
-    # rope's backward in fp32: gradient times table, roll, sum; fused it keeps these in registers.
-    rotation = 0 if fused else 3 * FP32 * n * (shape.width + shape.kv_width)
-    # Nothing of naive attention is kept: backward needs the scores anyway.
-    of_attention = (c * n * shape.width + FP32 * n * shape.heads) * (attention != "naive")
-    matmuls = {
-        "qkv": shape.width + 2 * shape.kv_width,
-        "output": d,
-        "w1": f,
-        "w3": f,
-        "w2": 0 if compiled else d,
+    n = batch * context
+    n_residual = n // shape.tensor  # tokens of the residual stream on this rank
+    d, f = shape.d_model, shape.inner
+    c, r = precision.compute, precision.residual
+    naive = attention == "naive"
+    shared = shape.tensor > 1
+    logits = n * shape.words
+
+    # What a recomputed block may keep, by the name of the operation.
+    results = {
+        # Nothing of naive attention: backward needs the scores anyway.
+        "attention": 0 if naive else c * n * shape.width + FP32 * n * shape.heads,
+        "qkv": c * n * (shape.width + 2 * shape.kv_width),
+        "output": c * n * d,
+        "w1": c * n * f,
+        "w3": c * n * f,
+        "w2": 0 if compiled else c * n * d,
     }
-    results = {"attention": of_attention} | {name: c * n * width for name, width in matmuls.items()}
-    shared = shape.tensor > 1  # the loss then keeps logits and exponentials; see `tensor_parallel`
+    block_input = r * n_residual * d
+    kept = {}
+    for choice, names in KEEPS.items():
+        kept[choice] = block_input + sum(results[name] for name in names)
+    kept["none"] = block
+
+    # The largest temporaries of a block's backward. SwiGLU: the gradients of silu·up and of both
+    # factors; silu(w1 x) is not computed again.
+    of_swiglu = 3 * c * n * f
+    # Rotation in fp32: gradient times table, roll, sum. Fused it keeps these in registers.
+    of_rotation = 0 if fused else 3 * FP32 * n * (shape.width + shape.kv_width)
+    of_scores = 2 * FP32 * n * shape.heads * context if naive else 0
+    block_temporary = max(of_swiglu, of_rotation, of_scores)
+    if shared:
+        block_temporary += c * n * d  # gradient where shared matrices begin or end, of all tokens
+
+    # Ranks that share the head keep logits and exponentials, see
+    # `distlab.parallel.tensor_parallel`.
+    loss = (2 if shared else 1) * FP32 * logits
     return Activations(
         block=block,
-        kept={
-            name: r * part * d + sum(results[each] for each in keeps)
-            for name, keeps in KEEPS.items()
-        }
-        | {"none": block},
-        last=r * part * d + c * n * d + FP32 * part,
-        loss=(1 + shared) * FP32 * n * vocabulary,
-        loss_temporary=2 * FP32 * n * vocabulary,
+        kept=kept,
+        last=r * n_residual * d + c * n * d + FP32 * n_residual,
+        loss=loss,
+        loss_temporary=2 * FP32 * logits,
         head_gradient=c * n * d,
-        logits_gradient=c * n * vocabulary,
-        forward_loss_temporary=(FP32 + casts) * n * vocabulary,
-        block_temporary=max(swiglu, rotation, scores) + shared * c * n * d,
-        residual_gradient=r * part * d,
+        logits_gradient=c * logits,
+        forward_loss_temporary=(FP32 + _copy_itemsize(c)) * logits,
+        block_temporary=block_temporary,
+        residual_gradient=r * n_residual * d,
     )
 
 
@@ -231,25 +265,37 @@ def inference_temporary(
 ) -> int:
     """Return the most bytes that an eager forward without gradients holds beyond the parameters.
 
-    The arguments are those of `block_activations`.
+    It is the largest of three moments. In attention: the residual stream, qkv's output, queries and
+    keys after rotation, and the result. Naive attention also holds the scores twice in the dtype of
+    the computation and once in fp32 (in fp32: twice), and the mask. In SwiGLU: gate, its silu, up
+    and the result. In the loss: logits, in fp32, and their log-softmax. A matrix in use also has
+    its cast.
 
-    The largest of three moments. In attention: the residual stream, qkv's output, queries and keys
-    after rotation, and the result; naive attention also holds the scores twice in the dtype of the
-    computation and once in fp32 (in fp32: twice), and the mask. In SwiGLU: gate, its silu, up and
-    the result. In the loss: logits, in fp32, and their log-softmax. A matrix in use also has its
-    cast.
+    Args:
+        shape, batch, context, precision, attention: arguments of `block_activations`.
     """
-    n, d, f, c, r = (
-        batch * context,
-        shape.d_model,
-        shape.d_ff,
-        precision.compute,
-        precision.residual,
-    )
-    scores = n * shape.num_heads * context
-    naive = (2 * FP32 * scores + context * context) * (attention == "naive")
-    rotated, qkv = c * n * (d + shape.kv_width), c * n * (d + 2 * shape.kv_width)
-    in_attention = r * n * d + qkv + rotated + (naive or c * n * d)
-    in_swiglu = 2 * r * n * d + c * n * d + 4 * c * n * f + c * precision.copies_weights * d * f
-    in_loss = (FP32 * 2 + (c if c != FP32 else 0)) * n * shape.vocab_size
+    n = batch * context
+    d, f = shape.d_model, shape.d_ff
+    c, r = precision.compute, precision.residual
+
+    qkv = c * n * (d + 2 * shape.kv_width)
+    rotated = c * n * (d + shape.kv_width)
+    if attention == "naive":
+        scores = n * shape.num_heads * context
+        mask = context * context  # one byte per element
+        result = 2 * FP32 * scores + mask
+    else:
+        result = c * n * d
+    in_attention = r * n * d + qkv + rotated + result
+
+    in_swiglu = 2 * r * n * d + c * n * d + 4 * c * n * f
+    if precision.copies_weights:
+        in_swiglu += c * d * f
+
+    in_loss = (2 * FP32 + _copy_itemsize(c)) * n * shape.vocab_size
     return max(in_attention, in_swiglu, in_loss)
+
+
+def _copy_itemsize(compute: int) -> int:
+    """Return the bytes per element of a second copy in the dtype of the computation. 0 for fp32."""
+    return compute if compute != FP32 else 0

@@ -4,26 +4,26 @@ With P parameters in fp32, AdamW's two states and N ranks, what stays allocated 
 al. 2020, "ZeRO", sec. 3; theirs keeps fp16 parameters and gradients in addition to an fp32 copy,
 see `zero_paper_bytes`)
 
-    sends and updates            parameters   gradients                         optimizer state
-    nothing, gradients           4P           4P, as backward makes them        8P
-    all at once                  4P           4P as made, and a buffer of 4P*   8P
-    buckets                      4P           4P in buckets, always there       8P
-    buckets, torch's defaults    4P           4P as made, and buckets of 4P     8P
-    buckets, owned parameters    4P           as buckets                        8P/N, whole parameters
-    buckets, slices (ZeRO-1)     4P           4P in buckets, always there       8P/N
-    units (FSDP)                 4P/N         4P/N                              8P/N**
+    sends and updates           parameters  gradients                        optimizer state
+    nothing, gradients          4P          4P, as backward makes them       8P
+    all at once                 4P          4P as made, and a buffer of 4P*  8P
+    buckets                     4P          4P in buckets, always there      8P
+    buckets, torch's defaults   4P          4P as made, and buckets of 4P    8P
+    buckets, owned parameters   4P          as buckets                       8P/N, whole parameters
+    buckets, slices (ZeRO-1)    4P          4P in buckets, always there      8P/N
+    units (FSDP)                4P/N        4P/N                             8P/N**
 
 * Under autocast linear layers write theirs into the buffer; only those of norms and embedding are
   made outside.
 ** FSDP cuts between rows and pads (`volume.sharded_buffers`), and keeps norms whole on every rank.
 
-On top come what forward leaves for backward (`activations`), the low-precision copies that autocast
-makes of the matrices (kept until each has been used in backward), gathered units, and temporaries.
-`step_memory` walks a step in the steady state (the states exist already) from its last forward
-operation to the optimizer, block by block, and looks for the peak. The rules of a strategy are
-those of its file in `distlab/parallel`. A rank of a pipeline walks through one stage, in addition
-to the other micro-batches that it holds: each has its activations and its own copies of the
-matrices.
+In addition there are the results of forward that backward needs (`activations`), the low-precision
+copies that autocast makes of the matrices (kept until each has been used in backward), gathered
+units, and temporaries. `step_memory` follows a step in the steady state (the states exist already)
+from its last forward operation to the optimizer, block by block, and looks for the peak. The rules
+of a strategy are those of its file in `distlab/parallel`. A rank of a pipeline follows one stage,
+in addition to the other micro-batches that it holds. Each of them has its activations and its own
+copies of the matrices.
 """
 
 from collections.abc import Iterator
@@ -47,21 +47,22 @@ from distlab.theory.memory.states import (
 )
 from distlab.theory.model_shape import ModelShape
 
-BLOCKS_SEEN = 128  # of a model with twice as many or more the walk looks at one block in several
+BLOCKS_SEEN = 128  # with twice as many blocks or more, the walk looks at one block in several
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The moments of a settled training step on the fullest rank.
+    """Moments of a training step in the steady state, on the fullest rank.
 
     Args:
-        after_init: wrapped, no step taken yet.
-        before_step: gradients are averaged, the optimizer has not stepped.
-        after_step: the optimizer has stepped; gradients are dropped only by the next step.
-        peak: the largest moment of all.
-        peak_phase: when: `forward`, `loss`, `backward of loss`, `backward of head`, `backward of
-            block 17`, `backward of embedding`, `gradient synchronization` or `optimizer step`.
-        moments: all of them in order, (phase, breakdown).
+        after_init: bytes after wrapping, before the first step.
+        before_step: bytes when gradients are averaged and the optimizer has not stepped.
+        after_step: bytes when the optimizer has stepped. The next step drops the gradients.
+        peak: bytes of the largest moment of all.
+        peak_phase: name of that moment: `forward`, `loss`, `backward of loss`, `backward of head`,
+            `backward of block 17`, `backward of embedding`, `gradient synchronization` or
+            `optimizer step`.
+        moments: (phase, breakdown) of each moment, in order.
     """
 
     after_init: Breakdown
@@ -103,12 +104,12 @@ def step_memory(
         precision: `fp32`, `bf16-autocast` (fp32 parameters), `bf16` (FSDP with that compute dtype),
             or bytes per element.
         attention: `naive`, `flash` or `sdpa`.
-        checkpointing: number of blocks recomputed together in backward, 0 for none and True for
-            each by itself, or for each block of this rank what it keeps, a name in
+        checkpointing: number of blocks that are recomputed together in backward. 0 for none, True
+            for each by itself. A tuple names what each block of this rank keeps, a name in
             `Activations.kept`.
         loss_chunk: bytes of logits, the most that exist at a time, if the loss is computed in the
             head, which makes the gradients in the forward. None: the head returns all logits.
-        optimizer: `adamw-fused`, `adamw-foreach`, `sgd`, `sgd-momentum`, `muon`.
+        optimizer: name of an optimizer, an entry of `states.OPTIMIZERS`.
         accumulates: True for several micro-batches without synchronisation. FSDP then keeps full
             gradients in fp32.
         fused: True if blocks are compiled, or run as fused kernels. They keep a little less
@@ -129,57 +130,66 @@ def step_memory(
         precision = PRECISIONS[precision]
     at_least_one(world_size=world_size, micro_batches_held=micro_batches_held)
     kept = activations(shape, batch, context, precision, attention, fused, compiled, sharing)
-    levels, group = (
-        (checkpointing, 0) if isinstance(checkpointing, tuple) else ((), int(checkpointing))
-    )
+    levels = ()
+    group = 0
+    if isinstance(checkpointing, tuple):
+        levels = checkpointing
+    else:
+        group = int(checkpointing)
     if group < 0:
         raise ValueError(
             f"checkpointing={checkpointing}: groups of at least one block, or 0 for none"
         )
     if levels and (len(levels) != shape.num_layers or set(levels) - kept.kept.keys()):
         raise ValueError(
-            f"checkpointing={checkpointing}: one of {', '.join(kept.kept)} for each of {shape.num_layers} blocks"
+            f"checkpointing={checkpointing}: one of {', '.join(kept.kept)} "
+            f"for each of {shape.num_layers} blocks"
         )
     layers = -(-shape.num_layers // shape.stages)  # of the largest stage
-    of_matrices, of_others, in_step = OPTIMIZERS[optimizer]
-    share = shape.num_layers * shape.block_matrices / shape.num_parameters
-    states = share * of_matrices + (1 - share) * of_others
+    numbers = OPTIMIZERS[optimizer]
+    share_of_matrices = shape.num_layers * shape.block_matrices / shape.num_parameters
     setting = held.Setting(
-        shape,
-        kept,
-        precision,
-        strategy,
-        world_size,
-        group,
-        states,
-        in_step,
-        levels[-layers:],
-        loss_chunk,
-        layers,
-        accumulates,
+        shape=shape,
+        kept=kept,
+        precision=precision,
+        strategy=strategy,
+        world_size=world_size,
+        group=group,
+        state_numbers=(
+            share_of_matrices * numbers.of_matrices + (1 - share_of_matrices) * numbers.of_others
+        ),
+        step_numbers=numbers.in_step,
+        levels=levels[-layers:],
+        loss_chunk=loss_chunk,
+        layers=layers,
+        accumulates=accumulates,
     )
     resident = held.resident(setting)
     states = replace(resident, optimizer_state=held.optimizer_state(setting))
     if accumulates and setting.shards_parameters:
         states = replace(states, buckets=FP32 * shape.num_parameters)
-    moments = [
-        (phase, replace(moment, temporary=moment.temporary + workspace_bytes))
-        for phase, moment in _walk(setting, states, micro_batches_held - 1)
-    ]
-    phase, peak = max(moments, key=lambda item: item[1].total)
+    moments = []
+    for phase, moment in _walk(setting, states, micro_batches_held - 1):
+        with_workspaces = replace(moment, temporary=moment.temporary + workspace_bytes)
+        moments.append((phase, with_workspaces))
+    peak_phase, peak = max(moments, key=lambda item: item[1].total)
     before = replace(states, gradients=held.all_gradients(setting), temporary=workspace_bytes)
     return StepMemory(
         after_init=resident,
         before_step=before,
         after_step=before,
         peak=peak,
-        peak_phase=phase,
+        peak_phase=peak_phase,
         moments=tuple(moments),
     )
 
 
 def devices_to_fit(total_bytes: float, device_bytes: float) -> int:
     """Return the number of devices that hold `total_bytes` if they divide it evenly.
+
+    Args:
+        total_bytes: bytes to hold.
+        device_bytes: bytes of one device.
 
     Raises:
         ValueError: a device without memory, or negative bytes.
@@ -202,6 +212,11 @@ def zero_paper_bytes(num_parameters: float, world_size: int, stage: int) -> floa
 
     Rajbhandari et al. 2020, figure 1: 7.5 B parameters on 64 GPUs need 120, 31.4, 16.6 and 1.9 GB.
 
+    Args:
+        num_parameters: number of parameters, P.
+        world_size: number of ranks, N.
+        stage: stage of ZeRO. 0 means not sharded.
+
     Raises:
         ValueError: a stage outside 0 to 3, fewer than one rank, or a negative size.
     """
@@ -211,13 +226,14 @@ def zero_paper_bytes(num_parameters: float, world_size: int, stage: int) -> floa
         raise ValueError(
             f"num_parameters={num_parameters}, world_size={world_size}: must be positive"
         )
-    divided = [
-        size if stage < since else size / world_size for size, since in ((2, 3), (2, 2), (12, 1))
-    ]
-    return sum(divided) * num_parameters
+    # bytes per parameter; a stage also divides what the stages before it divide
+    parameters = 2 / world_size if stage >= 3 else 2
+    gradients = 2 / world_size if stage >= 2 else 2
+    optimizer_state = 12 / world_size if stage >= 1 else 12
+    return (parameters + gradients + optimizer_state) * num_parameters
 
 
-# -- the walk ------------------------------------------------------------------------------------------------
+# -- the walk --------------------------------------------------------------------------------------
 
 
 def _walk(
@@ -226,98 +242,121 @@ def _walk(
     """Yield (phase, bytes) of every moment that could be the peak, without workspaces.
 
     Args:
+        setting: numbers of the step.
+        states: bytes that stay allocated throughout.
         waiting: micro-batches that have been forward through a stage and not yet back.
     """
-    blocks, in_full = _kept_of_stage(setting)
-    copies = setting.precision.compute * in_full * setting.shape.block_matrices
-    copies *= setting.precision.copies_weights
+    kept_bytes, blocks_in_full = _kept_of_stage(setting)
+    copied_bytes = 0
+    if setting.precision.copies_weights:
+        copied = blocks_in_full * setting.shape.block_matrices
+        copied_bytes = setting.precision.compute * copied
     for phase, moment in _micro_batch(setting, states):
-        activations, weights = (
-            moment.activations + waiting * blocks,
-            moment.weight_copies + waiting * copies,
+        with_waiting = replace(
+            moment,
+            activations=moment.activations + waiting * kept_bytes,
+            weight_copies=moment.weight_copies + waiting * copied_bytes,
         )
-        yield phase, replace(moment, activations=activations, weight_copies=weights)
+        yield phase, with_waiting
     done = replace(states, gradients=held.all_gradients(setting))
     yield "gradient synchronization", done
     yield "optimizer step", replace(done, temporary=held.step_temporary(setting))
 
 
 def _micro_batch(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str, Breakdown]]:
-    """Yield (phase, bytes) through a stage and back."""
+    """Yield (phase, bytes) of one micro-batch through a stage and back."""
     shape, kept, layers = setting.shape, setting.kept, setting.layers
     states = replace(states, gradients=held.gradients_after(setting, 0))
-    blocks, _ = _kept_of_stage(setting)
-    behind = blocks + shape.has_head * kept.last
-    forward = replace(states, activations=behind, weight_copies=held.weight_copies(setting))
-    unit = setting.block_buffer
-    yield (
-        "forward",
-        replace(
-            forward,
-            activations=_kept_below(setting, layers - 1)[0] + kept.block,
-            gathered=held.gathered(setting, 2 * unit),
-            temporary=kept.block_temporary,
-        ),
+    kept_bytes, _ = _kept_of_stage(setting)
+    if shape.has_head:
+        kept_bytes += kept.last
+    forward = replace(states, activations=kept_bytes, weight_copies=held.weight_copies(setting))
+    kept_below_last, _ = _kept_below(setting, layers - 1)
+    in_last_block = replace(
+        forward,
+        activations=kept_below_last + kept.block,
+        gathered=held.gathered(setting, 2 * setting.block_buffer),  # this block's and the next
+        temporary=kept.block_temporary,
     )
+    yield "forward", in_last_block
     if shape.has_head:
         yield from _head(setting, states, forward)
-    for block in range(layers - 1, -1, -max(1, layers // BLOCKS_SEEN)):
+    stride = max(1, layers // BLOCKS_SEEN)
+    for block in range(layers - 1, -1, -stride):
         yield f"backward of block {block}", _in_block(setting, states, block)
     if shape.has_embedding:
-        head = held.gathered(setting, setting.embedding_buffer)
-        yield (
-            "backward of embedding",
-            replace(
-                states,
-                gradients=held.all_gradients(setting),
-                gathered=head,
-                temporary=kept.residual_gradient
-                + held.full_gradients(
-                    setting, shape.embedding_parameters, setting.embedding_buffer
-                ),
-            ),
+        of_embedding = held.full_gradients(
+            setting, shape.embedding_parameters, setting.embedding_buffer
         )
+        in_embedding = replace(
+            states,
+            gradients=held.all_gradients(setting),
+            gathered=held.gathered(setting, setting.embedding_buffer),
+            temporary=kept.residual_gradient + of_embedding,
+        )
+        yield "backward of embedding", in_embedding
 
 
 def _head(
     setting: held.Setting, states: Breakdown, forward: Breakdown
 ) -> Iterator[tuple[str, Breakdown]]:
-    """Yield (phase, bytes) of head and loss, forward and back, after `forward` of the blocks."""
-    shape, kept, precision, layers = setting.shape, setting.kept, setting.precision, setting.layers
-    unit = setting.block_buffer
-    head = held.gathered(setting, setting.embedding_buffer)
-    # torch DDP rebuilds its buckets in the order in which gradients came. In that step (the second,
-    # with a static graph the third) NCCL's collectives hold the first set, unless torch's watchdog
-    # has let go of them: seen in recorded peaks, torch 2.11, and never after a pause of 0.3 s and
-    # another collective.
-    torch_ddp = setting.strategy.is_peer and setting.strategy.sends == "buckets"
-    buckets = states.buckets + (FP32 * shape.num_parameters if torch_ddp else 0)
-    # with checkpoints no graph keeps the copies
-    copies = 0 if setting.group else held.weight_copies(setting)
-    copies = copies * setting.levels.count("none") // layers if setting.levels else copies
+    """Yield (phase, bytes) of head and loss, forward and back.
+
+    Args:
+        setting: numbers of the step.
+        states: bytes that stay allocated throughout.
+        forward: bytes after the forward of the blocks.
+    """
+    shape, kept, precision = setting.shape, setting.kept, setting.precision
+    gathered_head = held.gathered(setting, setting.embedding_buffer)
+    gathered_block = held.gathered(setting, setting.block_buffer)
+    buckets = states.buckets
+    if setting.strategy.is_peer and setting.strategy.sends == "buckets":
+        # torch's DDP rebuilds its buckets in the order in which gradients came. In that step (the
+        # second, with a static graph the third) NCCL's collectives hold the first set, unless
+        # torch's watchdog has let go of them: seen in recorded peaks, torch 2.11, and never after a
+        # pause of 0.3 s and another collective.
+        buckets += FP32 * shape.num_parameters
+    copies = held.weight_copies(setting)
+    if setting.group:
+        copies = 0  # with checkpoints no graph keeps the copies
+    elif setting.levels:
+        copies = copies * setting.levels.count("none") // setting.layers
+
     if setting.loss_chunk is None:
-        # the loss is in the head
-        inside, soon = (head, held.gathered(setting, unit)) if shape.tensor > 1 else (0, 0)
-        temporary = kept.loss + kept.forward_loss_temporary
-        yield "loss", replace(forward, buckets=buckets, gathered=inside, temporary=temporary)
-        forward = replace(forward, buckets=buckets, weight_copies=copies, gathered=inside + soon)
-        yield "backward of loss", replace(forward, temporary=kept.loss + kept.loss_temporary)
-        temporary = kept.logits_gradient + held.weight_gradient(setting, shape.embedding_parameters)
+        in_loss = replace(
+            forward, buckets=buckets, temporary=kept.loss + kept.forward_loss_temporary
+        )
+        after_loss = replace(forward, buckets=buckets, weight_copies=copies)
+        if shape.tensor > 1:
+            # The loss is in the head, whose matrix is gathered.
+            in_loss = replace(in_loss, gathered=gathered_head)
+            after_loss = replace(after_loss, gathered=gathered_head + gathered_block)
+        yield "loss", in_loss
+        yield (
+            "backward of loss",
+            replace(after_loss, temporary=kept.loss + kept.loss_temporary),
+        )
+        head_gradient = held.weight_gradient(setting, shape.embedding_parameters)
+        temporary = kept.logits_gradient + head_gradient
     else:
-        # The head's gradient is summed in fp32 over the chunks, then rounded where its weight came
+        # The head's gradient is summed in fp32 over the chunks, and then rounded if its weight came
         # in another dtype.
-        wide = precision.compute != FP32 and not precision.copies_weights
-        gradient = FP32 * shape.embedding_parameters
-        rounded = precision.compute * shape.embedding_parameters if wide else gradient
+        summed = FP32 * shape.embedding_parameters
         logits = min(setting.loss_chunk, kept.logits_gradient)
-        temporary = kept.head_gradient + gradient + wide * rounded + logits
-        yield "loss", replace(forward, buckets=buckets, gathered=head, temporary=temporary)
-        forward = replace(forward, buckets=buckets, weight_copies=copies)
-        temporary = kept.head_gradient + rounded
-    yield (
-        "backward of head",
-        replace(forward, gathered=head + held.gathered(setting, unit), temporary=temporary),
-    )
+        temporary = kept.head_gradient + summed + logits
+        head_gradient = summed
+        if precision.compute != FP32 and not precision.copies_weights:
+            head_gradient = precision.compute * shape.embedding_parameters
+            temporary += head_gradient
+        yield (
+            "loss",
+            replace(forward, buckets=buckets, gathered=gathered_head, temporary=temporary),
+        )
+        after_loss = replace(forward, buckets=buckets, weight_copies=copies)
+        temporary = kept.head_gradient + head_gradient
+    in_head = replace(after_loss, gathered=gathered_head + gathered_block, temporary=temporary)
+    yield "backward of head", in_head
 
 
 def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown:
@@ -325,32 +364,40 @@ def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown
 
     It is in its feed-forward part, with everything of the block still kept. On a sharding strategy
     it may be at the end, when a unit's gradients are packed for sending.
+
+    Args:
+        setting: numbers of the step.
+        states: bytes that stay allocated throughout.
+        block: index of the block in its stage.
     """
     shape, kept = setting.shape, setting.kept
-    unit, buffer = shape.block_matrices, setting.block_buffer
-    done = (
-        setting.layers - 1 - block
-    ) * shape.block_parameters + shape.has_head * shape.embedding_parameters
-    below, recomputed = _kept_below(setting, block)
-    casts = setting.precision.compute * unit if setting.precision.copies_weights else 0
-    # whose gradients are being sent
-    before = setting.embedding_buffer if block == setting.layers - 1 else buffer
-    in_flight = FP32 * before if setting.shards_parameters else 0
+    matrices, buffer = shape.block_matrices, setting.block_buffer
+    is_last_block = block == setting.layers - 1
+    blocks_done = setting.layers - 1 - block
+    done = blocks_done * shape.block_parameters
+    if shape.has_head:
+        done += shape.embedding_parameters
+    kept_below, blocks_in_full = _kept_below(setting, block)
+    copied_bytes = 0
+    if setting.precision.copies_weights:
+        copied_bytes = setting.precision.compute * matrices * (blocks_in_full + 1)
+    in_flight = 0
+    if setting.shards_parameters:
+        # The gradients of the unit before are being sent, from an fp32 buffer.
+        in_flight = FP32 * (setting.embedding_buffer if is_last_block else buffer)
+    largest_gradient = held.weight_gradient(setting, max(shape.matrices_per_block))
     inside = replace(
         states,
         gradients=held.gradients_after(setting, done),
-        gathered=held.gathered(setting, 2 * buffer),
-        weight_copies=casts * (recomputed + 1),
-        activations=below + kept.block,
-        temporary=kept.block_temporary
-        + kept.residual_gradient
-        + held.weight_gradient(setting, max(shape.matrices_per_block))
-        + in_flight,
+        gathered=held.gathered(setting, 2 * buffer),  # this block's and the next
+        weight_copies=copied_bytes,
+        activations=kept_below + kept.block,
+        temporary=kept.block_temporary + kept.residual_gradient + largest_gradient + in_flight,
     )
     packing = replace(
         inside,
-        activations=below,
-        temporary=kept.residual_gradient + held.full_gradients(setting, unit, buffer),
+        activations=kept_below,
+        temporary=kept.residual_gradient + held.full_gradients(setting, matrices, buffer),
     )
     return max(inside, packing, key=lambda moment: moment.total)
 
@@ -358,17 +405,26 @@ def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown
 def _kept_of_stage(setting: held.Setting) -> tuple[int, int]:
     """Return (bytes kept of a stage's blocks, number of blocks that are kept in full)."""
     if setting.group:
-        return -(-setting.layers // setting.group) * setting.kept.checkpoint, 0
+        groups = -(-setting.layers // setting.group)
+        return groups * setting.kept.checkpoint, 0
     return _kept_below(setting, setting.layers)
 
 
 def _kept_below(setting: held.Setting, block: int) -> tuple[int, int]:
     """Return (bytes kept of the blocks before this one in its backward, number kept in full).
 
-    With groups, blocks before the group of this one keep only the group's input.
+    With groups, blocks before the group of this one keep only the group's input. Those of its own
+    group have been recomputed and are kept in full.
+
+    Args:
+        setting: numbers of the step.
+        block: index of the block in its stage.
     """
+    kept = setting.kept
     if setting.levels:
-        below = setting.levels[:block]
-        return sum(map(setting.kept.kept.__getitem__, below)), below.count("none")
-    inputs, rest = divmod(block, setting.group) if setting.group else (0, block)
-    return inputs * setting.kept.checkpoint + rest * setting.kept.block, rest
+        levels = setting.levels[:block]
+        return sum(kept.kept[level] for level in levels), levels.count("none")
+    if setting.group:
+        groups, in_full = divmod(block, setting.group)
+        return groups * kept.checkpoint + in_full * kept.block, in_full
+    return block * kept.block, block

@@ -1,10 +1,10 @@
 """Activation checkpointing in groups: memory at worst, repeated work, and the best group size.
 
-A group of k blocks keeps its input, c bytes, instead of its blocks' activations, b bytes each;
-while it runs backward it needs those of its blocks. With ⌈L/k⌉ groups of L blocks that is, at
+A group of k blocks keeps its input, c bytes, instead of its blocks' activations, b bytes each.
+While it runs backward it needs those of its blocks. With ⌈L/k⌉ groups of L blocks that is, at
 worst,
 
-    ⌈L/k⌉·c + k·b,        least near k = √(L·c/b)
+    ⌈L/k⌉·c + k·b,        least near k = √(L·c/b), where the derivative −L·c/k² + b vanishes
 
 (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", sec. 3; they count c = b, hence
 √L).
@@ -15,9 +15,10 @@ of attention and matmuls, which then do not run again.
 
 from distlab.theory.flops import forward_flops
 
-# Whose results a recomputed block keeps beside its input, by the name of the choice; w1 and w3 are
-# gate and up. What costs most to recompute per byte comes first; `selective` keeps attention and
-# every other matmul, as torchtitan's policy "op" does. A block of `none` is not recomputed.
+# Name of the choice → operations whose results a recomputed block keeps in addition to its input.
+# w1 and w3 are gate and up. What costs most to recompute per byte comes first. `selective` keeps
+# attention and every other matmul, as torchtitan's policy "op" does. A block of `none` is not
+# recomputed.
 KEEPS: dict[str, tuple[str, ...]] = {
     "block": (),
     "attention": ("attention",),
@@ -32,42 +33,70 @@ RECOMPUTATION = (*KEEPS, "none")
 def blocks_run_again(num_layers: int, group: int) -> tuple[int, int]:
     """Return (blocks that run forward again, runs of these that stop before their last matmul).
 
-    torch ends a recomputation as soon as every saved tensor is there again: a group stops before
-    the last matmul of its last block, whose result is not saved.
+    torch ends a recomputation as soon as every saved tensor is there again. So a group stops before
+    the last matmul of its last block, whose result is not saved. There are ⌈L/k⌉ groups.
+
+    Args:
+        num_layers: number of blocks, L.
+        group: number of blocks in a group, k. 0 for no recomputation.
     """
-    return (num_layers, -(-num_layers // group)) if group else (0, 0)
+    if group == 0:
+        return 0, 0
+    groups = -(-num_layers // group)
+    return num_layers, groups
 
 
-def recomputed_flops(plan: int | tuple[str, ...], *, num_layers: int, **sizes: int) -> int:
+def recomputed_flops(
+    plan: int | tuple[str, ...],
+    *,
+    batch: int,
+    context: int,
+    d_model: int,
+    d_ff: int,
+    num_layers: int,
+    vocab_size: int,
+    kv_width: int | None = None,
+    causal: bool = False,
+) -> int:
     """Return the FLOPs of all that runs again, per rank and micro-batch.
 
-    The sizes are those of `distlab.theory.flops.forward_flops`.
+    A block costs its forward's FLOPs (`distlab.theory.flops.forward_flops`), less the operations
+    whose results it keeps, and less w2, whose result backward does not need.
 
     Args:
         plan: number of blocks per group, 0 for none, or for each block what it keeps
             (`activations.Activations.kept`).
+        batch, context, d_model, d_ff, num_layers, vocab_size, kv_width, causal: arguments of
+            `forward_flops`.
 
     Raises:
         ValueError: a size or a group below one.
     """
-    one = forward_flops(num_layers=1, **sizes)
-    if isinstance(plan, int):
-        again, stopped = blocks_run_again(num_layers, plan)
-        return again * (one.total - one.head) - stopped * one.feed_forward // 3
-    output = (
-        one.attention_projections
-        * sizes["d_model"]
-        // (2 * (sizes["d_model"] + sizes.get("kv_width", sizes["d_model"])))
+    one_block = forward_flops(
+        batch=batch,
+        context=context,
+        d_model=d_model,
+        d_ff=d_ff,
+        num_layers=1,
+        vocab_size=vocab_size,
+        kv_width=kv_width,
+        causal=causal,
     )
-    runs = {  # w2 never: nobody needs its result
-        "attention": one.attention_scores,
+    matrix_of_feed_forward = one_block.feed_forward // 3
+    if isinstance(plan, int):
+        blocks, stopped = blocks_run_again(num_layers, plan)
+        return blocks * (one_block.total - one_block.head) - stopped * matrix_of_feed_forward
+    # Of the projections' 2·d + 2·k columns, the output's are d.
+    keys = d_model if kv_width is None else kv_width
+    output = one_block.attention_projections * d_model // (2 * (d_model + keys))
+    flops_of = {
+        "attention": one_block.attention_scores,
         "output": output,
-        "qkv": one.attention_projections - output,
-        "w1": one.feed_forward // 3,
-        "w3": one.feed_forward // 3,
+        "qkv": one_block.attention_projections - output,
+        "w1": matrix_of_feed_forward,
+        "w3": matrix_of_feed_forward,
     }
-    again = {
-        level: sum(runs[name] for name in runs if name not in keeps)
-        for level, keeps in KEEPS.items()
-    }
-    return sum((again | {"none": 0})[level] for level in plan)
+    flops_again = {"none": 0}
+    for choice, kept in KEEPS.items():
+        flops_again[choice] = sum(flops for name, flops in flops_of.items() if name not in kept)
+    return sum(flops_again[choice] for choice in plan)

@@ -1,7 +1,7 @@
 """States of each strategy on one rank: parameters, gradients, buckets and copies, in bytes.
 
-The numbers that `distlab.theory.memory` adds up moment by moment; each is read off the strategy's
-file in `distlab/parallel`.
+`distlab.theory.memory.peak` adds these numbers up moment by moment. Each states the rule of the
+strategy's file in `distlab/parallel` a second time, and uses none of its code.
 """
 
 import math
@@ -18,16 +18,31 @@ from distlab.theory.volume import padded_parameters, sharded_buffers
 # and autograd's. Source: getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp.
 CUBLAS_WORKSPACES = 2 * 32 * 2**20
 
-# fp32 numbers per stepped parameter: kept, of the matrices of blocks and of the rest, and needed
-# during the step. The foreach form makes temporaries of whole size: the square root of the second
-# moment, of all parameters at once. Muon has updates of all matrices that it sends, in fp32 and in
-# bf16.
+
+@dataclass(frozen=True)
+class OptimizerNumbers:
+    """fp32 numbers that an optimizer has per stepped parameter.
+
+    Args:
+        of_matrices: numbers kept per parameter of the blocks' matrices.
+        of_others: numbers kept per parameter of the rest.
+        in_step: numbers needed per parameter during the step.
+    """
+
+    of_matrices: float
+    of_others: float
+    in_step: float
+
+
 OPTIMIZERS = {
-    "adamw-fused": (2, 2, 0),
-    "adamw-foreach": (2, 2, 1),
-    "sgd": (0, 0, 0),
-    "sgd-momentum": (1, 1, 0),
-    "muon": (1, 2, 1.5),
+    "adamw-fused": OptimizerNumbers(of_matrices=2, of_others=2, in_step=0),
+    # The foreach form makes temporaries of whole size: the square root of the second moment, of all
+    # parameters at once.
+    "adamw-foreach": OptimizerNumbers(of_matrices=2, of_others=2, in_step=1),
+    "sgd": OptimizerNumbers(of_matrices=0, of_others=0, in_step=0),
+    "sgd-momentum": OptimizerNumbers(of_matrices=1, of_others=1, in_step=0),
+    # Muon has updates of all matrices that it sends, in fp32 and in bf16.
+    "muon": OptimizerNumbers(of_matrices=1, of_others=2, in_step=1.5),
 }
 
 
@@ -36,14 +51,14 @@ class Breakdown:
     """Bytes on one rank at one moment, by category.
 
     Args:
-        parameters: masters; on a sharding strategy this rank's slices.
-        gradients: held outside of buckets.
-        optimizer_state: AdamW's two moments, say.
-        buckets: flat buffers of gradients.
-        gathered: full parameters that a sharding strategy gathered.
-        weight_copies: low-precision copies that autocast made.
-        activations: kept for backward.
-        temporary: needed at this moment only, workspaces included.
+        parameters: bytes of the masters. On a sharding strategy, of this rank's slices.
+        gradients: bytes of gradients outside of buckets.
+        optimizer_state: bytes of the optimizer's state, for example AdamW's two moments.
+        buckets: bytes of flat buffers of gradients.
+        gathered: bytes of full parameters that a sharding strategy gathered.
+        weight_copies: bytes of low-precision copies that autocast made.
+        activations: bytes kept for backward.
+        temporary: bytes needed at this moment only, workspaces included.
     """
 
     parameters: int = 0
@@ -71,13 +86,29 @@ class Breakdown:
 
     @property
     def states(self) -> int:
-        """Parameters, gradients (in buckets or not) and optimizer state: what ZeRO divides."""
+        """Bytes that ZeRO divides: parameters, gradients (in buckets or not), optimizer state."""
         return self.parameters + self.gradients + self.optimizer_state + self.buckets
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything that the walk through a step needs, as numbers."""
+    """Everything that the walk through a step needs, as numbers.
+
+    Args:
+        shape: shape of this rank's part of the model.
+        kept: bytes of activations.
+        precision: bytes per element.
+        strategy: entry of the strategy.
+        world_size: number of ranks that the strategy divides by.
+        group: number of blocks that are recomputed together, 0 for none.
+        state_numbers: fp32 numbers of the optimizer's state per parameter, on average.
+        step_numbers: fp32 numbers per parameter that the optimizer needs during its step.
+        levels: what is kept of each block of a stage, a name in `Activations.kept`. Empty with
+            groups.
+        loss_chunk: bytes of logits at a time, if the loss is computed in the head.
+        layers: number of blocks of a stage: all, unless ranks share the blocks.
+        accumulates: True for several micro-batches without synchronisation.
+    """
 
     shape: ModelShape
     kept: Activations
@@ -87,10 +118,9 @@ class Setting:
     group: int
     state_numbers: float
     step_numbers: float
-    # what is kept of each block of a stage, an entry of `Activations.kept`; empty with groups
     levels: tuple[str, ...]
-    loss_chunk: int | None  # bytes of logits at a time, where the loss is computed in the head
-    layers: int  # of a stage: all, unless ranks share the blocks
+    loss_chunk: int | None
+    layers: int
     accumulates: bool
 
     @property
@@ -105,46 +135,51 @@ class Setting:
 
     @cached_property
     def block_buffer(self) -> int:
-        """Elements of one block's matrices where they are gathered, with FSDP's padding."""
+        """Elements of the buffers that gather one block's matrices, with FSDP's padding."""
         return self._padded(self.shape.matrix_shapes_per_block)
 
     @cached_property
     def embedding_buffer(self) -> int:
-        """The same of the embedding, or of the head."""
+        """Elements of the buffer that gathers the embedding, or the head, with FSDP's padding."""
         return self._padded([(self.shape.words, self.shape.d_model)])
 
     def sharded(self, numel: int) -> int:
-        """Bytes of what this rank keeps, in fp32, of `numel` of the model's elements.
+        """Return the fp32 bytes that this rank keeps of `numel` of the model's elements.
 
-        FSDP keeps an N-th of the padded matrices and all norms; of a part of the model, the
+        FSDP keeps an N-th of the padded matrices and all norms. Of a part of the model it keeps the
         proportional part.
         """
-        if not self.pads:
-            return FP32 * -(-numel // (self.world_size if self.shards_parameters else 1))
-        return FP32 * -(-numel * self._kept_elements // self.shape.num_parameters)
+        if self.pads:
+            share = numel * self._kept_elements
+            return FP32 * -(-share // self.shape.num_parameters)
+        if self.shards_parameters:
+            return FP32 * -(-numel // self.world_size)
+        return FP32 * numel
 
     @cached_property
     def _kept_elements(self) -> int:
-        """Elements that this rank keeps under FSDP: all norms, and its part of the padded matrices."""
+        """Elements that this rank keeps under FSDP: all norms, and its part of the matrices."""
         norms = self.shape.norms * self.shape.d_model
-        padded = padded_parameters(self.shape, self.world_size)
-        return norms + (padded - norms) // self.world_size
+        padded_matrices = padded_parameters(self.shape, self.world_size) - norms
+        return norms + padded_matrices // self.world_size
 
     def _padded(self, shapes: Sequence[Sequence[int]]) -> int:
+        """Return the elements of matrices in the buffers of their unit."""
         if self.pads:
             return sum(sharded_buffers(shapes, self.world_size))
-        return sum(map(math.prod, shapes))
+        return sum(math.prod(shape) for shape in shapes)
 
 
 def resident(setting: Setting) -> Breakdown:
-    """Parameters and buffers that exist from construction on."""
-    whole = FP32 * setting.shape.num_parameters
-    buckets = whole if setting.strategy.sends in ("all", "buckets") else 0
+    """Return the parameters and buffers that exist from construction on."""
+    buckets = 0
+    if setting.strategy.sends in ("all", "buckets"):
+        buckets = FP32 * setting.shape.num_parameters
     return Breakdown(parameters=setting.sharded(setting.shape.num_parameters), buckets=buckets)
 
 
 def optimizer_state(setting: Setting) -> int:
-    """Return the bytes on the rank that has most.
+    """Return the bytes of the optimizer's state on the rank that has most.
 
     Owners get whole parameters, largest first. Slices divide evenly.
     """
@@ -161,7 +196,14 @@ def optimizer_state(setting: Setting) -> int:
 
 
 def dealt_out(numels: list[int], ranks: int) -> list[int]:
-    """Elements per rank where whole parameters go, largest first, to the rank that has least."""
+    """Return the elements of each rank if each parameter goes to the rank that has least.
+
+    Parameters are assigned largest first.
+
+    Args:
+        numels: elements of each parameter.
+        ranks: number of ranks.
+    """
     loads = [0] * ranks
     for numel in sorted(numels, reverse=True):
         loads[loads.index(min(loads))] += numel
@@ -169,24 +211,33 @@ def dealt_out(numels: list[int], ranks: int) -> list[int]:
 
 
 def gradients_after(setting: Setting, done: int) -> int:
-    """Return the bytes of gradients outside of buckets once backward finished `done` parameters.
+    """Return the bytes of gradients outside of buckets once backward finished some parameters.
 
-    `done` counts those of head and blocks.
+    Args:
+        done: number of elements of head and blocks that backward finished.
     """
-    # Where `.grad` becomes a view of a bucket at once, nothing gathers outside; torch DDP as it
-    # comes copies instead. of earlier micro-batches
-    if setting.accumulates and not (setting.shards_parameters or in_place(setting)):
+    keeps_earlier_sums = not (setting.shards_parameters or in_place(setting))
+    if setting.accumulates and keeps_earlier_sums:
+        # The sums of earlier micro-batches are there from the start of the backward.
         return FP32 * setting.shape.num_parameters
+    # Where `.grad` becomes a view of a bucket at once, no gradients gather outside. torch's DDP
+    # with its defaults copies instead.
     in_buckets = setting.strategy.sends == "buckets" and setting.strategy.has_buckets
-    return 0 if in_buckets or in_place(setting) else setting.sharded(done)
+    if in_buckets or in_place(setting):
+        return 0
+    return setting.sharded(done)
 
 
 def all_gradients(setting: Setting) -> int:
-    """Return the bytes after backward. The flat buffer takes over gradients one by one."""
-    if in_place(setting):
-        embedding = setting.shape.has_embedding * setting.shape.embedding_parameters
-        return 0 if setting.strategy.sends == "buckets" else FP32 * embedding
-    return gradients_after(setting, setting.shape.num_parameters)
+    """Return the bytes of gradients outside of buckets after backward.
+
+    A flat buffer takes over gradients one by one.
+    """
+    if not in_place(setting):
+        return gradients_after(setting, setting.shape.num_parameters)
+    if setting.strategy.sends == "buckets" or not setting.shape.has_embedding:
+        return 0
+    return FP32 * setting.shape.embedding_parameters
 
 
 def in_place(setting: Setting) -> bool:
@@ -207,29 +258,48 @@ def weight_copies(setting: Setting) -> int:
 
     The embedding has none, because it is looked up and not multiplied.
     """
+    if not setting.precision.copies_weights:
+        return 0
     shape = setting.shape
-    matrices = setting.layers * shape.block_matrices + shape.has_head * shape.embedding_parameters
-    return setting.precision.compute * matrices if setting.precision.copies_weights else 0
+    matrices = setting.layers * shape.block_matrices
+    if shape.has_head:
+        matrices += shape.embedding_parameters
+    return setting.precision.compute * matrices
 
 
 def gathered(setting: Setting, numel: int) -> int:
-    """Return the bytes of gathered units with `numel` elements, in the dtype of the messages."""
+    """Return the bytes of gathered units, in the dtype of the messages.
+
+    Args:
+        numel: elements of the units.
+    """
     if not setting.shards_parameters:
         return 0
-    return (FP32 if setting.precision.copies_weights else setting.precision.compute) * numel
+    # Under autocast the masters are sent, in fp32.
+    itemsize = FP32 if setting.precision.copies_weights else setting.precision.compute
+    return itemsize * numel
 
 
 def full_gradients(setting: Setting, numel: int, buffer: int) -> int:
     """Return the bytes of a unit's full gradients and of the fp32 buffer that is being sent.
 
-    `numel` counts the elements of the unit, `buffer` those of the unit before. Both are 0 except
-    under FSDP.
+    0 unless the strategy shards parameters.
+
+    Args:
+        numel: elements of the unit.
+        buffer: elements of the buffer that is being sent.
     """
     return gathered(setting, numel) + (FP32 * buffer if setting.shards_parameters else 0)
 
 
 def weight_gradient(setting: Setting, numel: int) -> int:
-    """One matrix's gradient as the matmul leaves it, before it is accumulated, packed or cast."""
+    """Return the bytes of a matrix's gradient as the matmul leaves it.
+
+    It is then accumulated, packed or cast.
+
+    Args:
+        numel: elements of the matrix.
+    """
     if in_place(setting):
         return 0
     if setting.shards_parameters and not setting.precision.copies_weights:
@@ -242,7 +312,9 @@ def step_temporary(setting: Setting) -> int:
 
     The larger of the two counts.
     """
-    stepped = int(optimizer_state(setting) / max(1, setting.state_numbers))
-    ours = setting.strategy.updates == "owned" and not setting.strategy.is_peer
-    sent = FP32 * setting.shape.num_parameters if ours else 0
-    return max(int(setting.step_numbers * stepped), sent)
+    stepped_bytes = int(optimizer_state(setting) / max(1, setting.state_numbers))
+    of_optimizer = int(setting.step_numbers * stepped_bytes)
+    of_messages = 0
+    if setting.strategy.updates == "owned" and not setting.strategy.is_peer:
+        of_messages = FP32 * setting.shape.num_parameters
+    return max(of_optimizer, of_messages)
