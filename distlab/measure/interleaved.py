@@ -1,11 +1,21 @@
 """Timings that can be compared: interleaved rounds, percentiles, paired ratios with an interval.
 
-This file imports nothing of distlab. To use it elsewhere, copy it next to your script:
+This file needs numpy and nothing of distlab. To use it elsewhere, copy it next to your script:
 
+    import time
+    from functools import partial
     from interleaved import interleave, paired_ratio, percentiles
 
-    ms = interleave({"old": time_old, "new": time_new}, rounds=20)  # each call returns ms
+    def call_ms(function):  # on a GPU, time with torch.cuda.Event
+        begin = time.perf_counter()
+        function()
+        return 1e3 * (time.perf_counter() - begin)
+
+    ms = interleave({"old": partial(call_ms, old), "new": partial(call_ms, new)}, rounds=20)
     print(percentiles(ms["new"]), paired_ratio(ms["new"], ms["old"]))
+
+On several ranks, call it on each with the same names in the same order, begin each block with a
+barrier, and take the maximum over ranks of each sample: the slowest rank counts.
 
 Why rounds are interleaved. A GPU's clocks follow its temperature and its power limit, and drift by
 several per cent within seconds. If variants are timed one after the other, the drift decides which

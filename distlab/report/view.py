@@ -133,13 +133,23 @@ def headline_from(template: str, **more: Callable[[Records], Any]) -> Callable[[
 
     `more` adds values made from the records. `{num_parameters:M}` and `:B` are in millions and
     billions, `:N` in the unit that fits.
+
+    Raises:
+        ValueError: the headline names something that a record does not hold. The message says what
+            it holds.
     """
 
     def headline(records: Records) -> str:
         known = {**records[0].environment, **records[0].config}
-        return _Words().vformat(
-            template, (), known | {name: make(records) for name, make in more.items()}
-        )
+        for name, make in more.items():
+            known[name] = make(records)
+        try:
+            return _Words().vformat(template, (), known)
+        except KeyError as missing:
+            raise ValueError(
+                f"the headline of {records[0].experiment} names {missing}, which its records do not "
+                f"hold; they hold {', '.join(sorted(known))}"
+            ) from None
 
     return headline
 

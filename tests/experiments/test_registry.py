@@ -1,9 +1,11 @@
 """Every experiment of the registry: runs in its smallest form, is listed, and what it saved is shown anew."""
 
+import importlib
 import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from distlab.experiment import Experiment
 from distlab.options import declared_options
 from distlab.report import read_json
 from distlab.report.terminal import say
+from distlab.testing import run_ranks
 from launch.__main__ import main
 from launch.registry import CATALOGUE, EXPERIMENTS, experiments, load
 from tests.commands import ROOT
@@ -123,3 +126,25 @@ def test_no_table_has_two_columns_of_one_name(name):
     for view in load(name).EXPERIMENT.views().values():
         titles = [column.title for column in view.columns]
         assert "" not in titles and len(set(titles)) == len(titles), (view.name, titles)
+
+
+def test_the_experiment_of_contributing_is_complete(tmp_path, monkeypatch):
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = page[page.index("## Add an experiment") :]
+    (tmp_path / "halves.py").write_text(re.search(r"```python\n(.*?)```", section, re.S)[1])
+    records = run_ranks(halves_on_rank, 2, str(tmp_path), deadline_s=60)[0]
+    assert [record.variant for record in records] == ["whole", "halves"]
+    assert records[0].metrics["over_whole"] == 1 < records[1].metrics["over_whole_high"]
+
+
+def halves_on_rank(context, folder):
+    """Rows of the example of CONTRIBUTING, which is a file in this folder."""
+    sys.path.insert(0, folder)
+    try:
+        experiment = importlib.import_module("halves").EXPERIMENT
+    finally:
+        sys.path.remove(folder)
+    config = experiment.config(**experiment.preset("smoke", on_gpu=False))
+    run = experiment.open(config, context, Path(folder))
+    experiment.measure(config, context, run)
+    return list(experiment.view.derived(run.records))
