@@ -594,10 +594,12 @@ def bucket_payloads(
     closed = []
     filling = {}  # dtype → the bucket that is being filled
     for numel, itemsize, dtype in reversed(list(zip(numels, itemsizes, dtypes, strict=True))):
-        bucket = filling.setdefault(dtype, _Bucket(itemsize))
-        # A gradient above the limit has an empty bucket to itself.
-        if bucket.gradients > 0 and (bucket.numel + numel) * itemsize > limit_bytes:
+        bucket = filling.get(dtype)
+        if bucket is not None and (bucket.numel + numel) * itemsize > limit_bytes:
             closed.append(filling.pop(dtype))
+            bucket = None
+        if bucket is None:
+            # A gradient above the limit has this bucket to itself.
             bucket = _Bucket(itemsize)
             filling[dtype] = bucket
         bucket.numel += numel
