@@ -82,7 +82,7 @@ def test_the_plain_input_hides_a_mistake_and_the_checker_names_it(mistake):
 
     # The mistakes show in the first 20 of about 50 inputs. On most machines the time is over before
     # the last of them has run.
-    report = check_kernel(kernel, mistake.operation, count=0, device="cpu", seconds=6)
+    report = check_kernel(kernel, mistake.operation, count=0, device="cpu", seconds=4)
     assert report.right > 0 and not report.refused, report
     assert re.search(mistake.smallest, report.findings[mistake.kind].smallest), report
 

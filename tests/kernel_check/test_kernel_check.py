@@ -33,8 +33,8 @@ def test_torchs_own_operations_are_right(name):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU does not interpret kernels")
 @pytest.mark.parametrize("name", OURS)
 def test_our_kernels_are_right(name):
-    report = check_kernel(OURS[name], name, count=0, device="cpu", seconds=6)
-    assert report.is_right and report.right >= 6, report
+    report = check_kernel(OURS[name], name, count=0, device="cpu", seconds=3)
+    assert report.is_right and report.right >= 3, report
 
 
 def test_a_kernel_may_refuse_what_it_does_not_support():
