@@ -23,10 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab import check as signatures
 from distlab.bench.task import own_task
 from distlab.bench.wrappers import as_strategy
-from distlab.check import check
+from distlab.check import check, signatures
 from distlab.parallel import Strategy, get_strategy
 from distlab.testing import run_ranks
 

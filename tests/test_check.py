@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab import check as signatures
-from distlab.check import check, on_rank
+from distlab.check import check, messages, on_rank, signatures
 from distlab.testing import check_gradients, run_ranks
 from experiments.sabotage.mistakes import MISTAKES
 from tests import check_matrix
@@ -432,7 +431,7 @@ def test_a_tensor_arrives_as_it_was_sent(dtype):
         "empty": values[:, :0],
         "no elements": values[:0, 0],
     }
-    received = signatures._unpacked(signatures._packed(sent))
+    received = messages.unpacked(messages.packed(sent))
     for name, tensor in sent.items():
         assert received[name].dtype == dtype and received[name].shape == tensor.shape, name
         assert received[name].tolist() == tensor.tolist(), name
@@ -444,7 +443,7 @@ def test_other_tensors_and_errors_arrive_as_they_were_sent():
     trained = nn.Parameter(torch.arange(3.0))
     wide = torch.arange(3.0, requires_grad=True)
     sent = [trained, wide, torch.eye(3).to_sparse(), TimeoutError("waited 2 s")]
-    received = signatures._unpacked(signatures._packed(sent))
+    received = messages.unpacked(messages.packed(sent))
     assert isinstance(received[0], nn.Parameter) and received[1].requires_grad
     assert torch.equal(received[0], trained) and torch.equal(received[1], wide)
     assert torch.equal(received[2].to_dense(), torch.eye(3))
