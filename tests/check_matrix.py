@@ -162,6 +162,40 @@ def running(dtype: torch.dtype) -> tuple[Any, ...]:
     return classified(module.to(dtype), dtype)
 
 
+class Counted(nn.Module):
+    """Returns the sum of the losses of those targets that are not -100."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 5))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.layers(inputs).float().mT, targets, reduction="sum")
+
+
+def batch_with_ignored(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return sequences of inputs and targets, of which each batch ignores another share."""
+    inputs = torch.randn(size, 8, 6, generator=generator)
+    targets = torch.randint(5, (size, 8), generator=generator)
+    share = torch.rand(1, generator=generator)
+    ignored = torch.rand(size, 8, generator=generator) < share
+    ignored[0, 0] = False
+    return inputs, targets.masked_fill(ignored, -100)
+
+
+def counted(dtype: torch.dtype) -> tuple[Any, ...]:
+    """A loss that returns (sum, count), where micro-batches differ in the number of targets."""
+
+    def batch(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        inputs, targets = batch_with_ignored(size, generator)
+        return inputs.to(dtype), targets
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return model(*batch), (batch[1] != -100).sum()
+
+    return Counted().to(dtype), batch, loss
+
+
 # -- wrappers ----------------------------------------------------------------------------------------------
 
 
@@ -578,6 +612,47 @@ def tied_twice(wrapped: Wrapped) -> None:
         parameter.grad /= wrapped.group.size()
 
 
+class MeanOfMeans(Wrapped):
+    """Divides each gradient of a sum by the targets of its micro-batch or rank, then averages.
+
+    Args:
+        over: what weighs alike: "micro-batches" or "ranks".
+    """
+
+    def __init__(self, module: nn.Module, group: Any, over: str):
+        super().__init__(module, group, self.average)
+        self.over = over
+        self.count = torch.zeros(())  # targets of this rank in this step
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        count = (targets != -100).sum()
+        self.count += count
+        loss = super().forward(inputs, targets)
+        if self.over == "micro-batches":
+            loss.register_hook(lambda gradient: gradient / count)
+        return loss
+
+    def average(self, wrapped: Wrapped) -> None:
+        """Average what was divided. The trainer still divides by the mean of the ranks' counts."""
+        for _, parameter in trained(self.module):
+            parameter.grad /= self.calls if self.over == "micro-batches" else self.count
+        average(wrapped)
+        dist.all_reduce(self.count, group=self.group)
+        for _, parameter in trained(self.module):
+            parameter.grad *= self.count / self.group.size()
+        self.count = torch.zeros(())
+
+
+def mean_of_micro_batches(module: nn.Module, group: Any) -> nn.Module:
+    """Weigh all micro-batches alike."""
+    return MeanOfMeans(module, group, "micro-batches")
+
+
+def mean_of_ranks(module: nn.Module, group: Any) -> nn.Module:
+    """Weigh all ranks alike."""
+    return MeanOfMeans(module, group, "ranks")
+
+
 # -- cases -------------------------------------------------------------------------------------------------
 
 
@@ -614,12 +689,16 @@ def _right() -> list[Case]:
         Case(f"FSDP2, {model.__name__}", model, fsdp2)
         for model in (mlp, convolution, groups, attention)
     ]
-    cases += [Case(f"{name}, mlp", mlp, name) for name in ("naive", "bucketed", "zero1", "fsdp")]
+    for name in ("naive", "bucketed", "zero1", "fsdp"):
+        cases += [Case(f"{name}, mlp", mlp, name), Case(f"{name}, counted", counted, name)]
     cases += [
         Case(f"{name}, attention", attention, name)
         for name in ("bucketed", "zero1", "fsdp", "fsdp2")
     ]
     cases += [
+        Case("by hand, counted", counted, reducing(mean)),
+        Case("torch DDP, counted", counted, ddp),
+        Case("FSDP2, counted", counted, fsdp2),
         Case("bucketed, convolution", convolution, "bucketed"),
         Case("divided first", attention, reducing(divided_first)),
         Case("added backwards", attention, reducing(added_backwards)),
@@ -677,6 +756,9 @@ def _wrong() -> list[Case]:
         wrong("frozen changed", frozen, finishing(change_frozen), signatures.FROZEN),
         wrong("buffers damaged", convolution, finishing(damage_buffers), signatures.BUFFER),
         wrong("exchanged", alike, finishing(exchanged), signatures.OTHER_TENSOR),
+        wrong("mean of micro-batches", counted, mean_of_micro_batches, signatures.MEANS),
+        wrong("mean of ranks", counted, mean_of_ranks, signatures.MEANS),
+        wrong("summed, counted", counted, reducing(summed), signatures.SUMMED),
         wrong("tied twice", tied, finishing(tied_twice), signatures.TIED),
     ]
 

@@ -154,7 +154,7 @@ def _compare(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: i
     ) -> tuple[list[Finding], list["Run"]]:
         run = on_all(
             own,
-            lambda: copy.run(parameters, steps, parameters[0], policy, main_states, own.is_main),
+            lambda: copy.run(parameters, steps, parameters[0], policy, main_states, own),
         )
         runs = gather_on_main(run, own)
         return on_main(own, lambda: Judge(everyone, runs, copy, jobs).findings()), runs
@@ -179,8 +179,16 @@ def _compare(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: i
         loss = sum(rank.loss for rank in everyone) / ranks
         expected = sum(run.loss for run in runs) / ranks
         number = len(steps[0])
+        warning = Judge(everyone, runs, copy, jobs).warning()
         return Verdict(
-            ranks, number, len(copy.trainable), tuple(findings), loss, expected, trained.finish
+            ranks,
+            number,
+            len(copy.trainable),
+            tuple(findings),
+            loss,
+            expected,
+            trained.finish,
+            warning=warning,
         )
 
     return _Compared(on_main(own, verdict), trained.can_accumulate)
@@ -228,7 +236,7 @@ def _named_stale(
                 old,
                 OWN_BUFFERS,
                 (),
-                own.is_main,
+                own,
                 new if arrival > 0 else None,
                 arrival,
             ),

@@ -92,15 +92,13 @@ class Expected:
         - Numbers below the smallest normal one of fp16 lose bits at every division.
 
         Args:
-            part: field of `Sums` to add up: "own", "first" or "last".
+            part: sum of each rank to add up, see `Sums.part`.
         """
         sums = [rank[name] for rank in self.of_ranks]
         info = torch.finfo(self.dtypes[name])
         unit = info.eps / 2
         roundings = self.micro_batches + self.ranks + 4
-        weighted = [
-            weight * getattr(each, part) for weight, each in zip(weights, sums, strict=True)
-        ]
+        weighted = [weight * each.part(part) for weight, each in zip(weights, sums, strict=True)]
         value = torch.stack(weighted).sum(0)
         total_weight = sum(map(abs, weights))
         largest = max(each.largest for each in sums)

@@ -21,6 +21,7 @@ from distlab.check.signatures import (
     FIRST,
     FROZEN,
     LAST,
+    MEANS,
     MICRO_DIVIDED,
     MICRO_SUMMED,
     MISSING,
@@ -48,6 +49,7 @@ from distlab.check.signatures import (
 from distlab.check.tensors import wide
 from distlab.check.training import Trained
 from distlab.check.verdict import Finding
+from distlab.check.weights import IGNORED, TARGETS_ALIKE
 
 
 class NothingToCompare(ValueError):
@@ -88,6 +90,34 @@ class Judge:
             or self._values(2)
             or self._buffers()
         )
+
+    def warning(self) -> str:
+        """Return a sentence if the loss seems to be a mean of means. Empty if it does not.
+
+        That is a loss that returns a scalar, for batches with different numbers of targets.
+        """
+        for number, expected in enumerate(self.expected, start=1):
+            alike = [1 / expected.ranks] * expected.ranks
+            means, over_targets, difference = 0.0, 0.0, 0.0  # sums of squares
+            for name in self.copy.trainable:
+                if TARGETS_ALIKE not in expected.of_ranks[0][name].others:
+                    break
+                right = expected.combination(name, alike, TARGETS_ALIKE).value
+                mean = expected.mean(name).value
+                means += mean.square().sum().item()
+                over_targets += right.square().sum().item()
+                difference += (mean - right).square().sum().item()
+            if over_targets > 0:
+                of_norm = abs(math.sqrt(means / over_targets) - 1)
+                of_gradient = math.sqrt(difference / over_targets)
+                return (
+                    f"{MEANS}. The micro-batches of step {number} have different numbers of targets "
+                    f"that are not {IGNORED}, and the loss returns one number. If that is their "
+                    f"mean, the norm of the gradient differs by {of_norm:.1%} from that of the mean "
+                    f"over all targets, and the gradient itself by {of_gradient:.1%} of that norm. "
+                    "To weigh all targets alike, return (sum, count) from the loss"
+                )
+        return ""
 
     def _refuse_nothing(self, step: int) -> None:
         """Raise NothingToCompare where one process has no gradients in a step."""
@@ -209,6 +239,9 @@ class Judge:
             for weight in (1 / ranks, 1 / (ranks - 1)):
                 weights = [0.0 if each == rank else weight for each in range(ranks)]
                 yield MISSING, [expected.combination(name, weights)] * ranks
+        for weighing in expected.of_ranks[0][name].others:
+            if weighing != TARGETS_ALIKE:  # that one is no mistake
+                yield MEANS, everywhere(1 / ranks, weighing)
 
     def _of_rank(self, step: int, name: str, rank: int, weight: float) -> Right:
         """Return weight × the gradient of one rank."""

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from distlab.bench.task import Task
+from distlab.check.messages import exchange
 from distlab.check.tensors import Tensors, copies, wide
+from distlab.check.weights import Weights, seen_in, weights_of
+from distlab.comm import RankContext
+from distlab.train.step import mean_loss
 
 # Whose buffers, such as running statistics, forward may read. Each is right, and a wrapper follows
 # one of them.
@@ -32,7 +36,9 @@ def step_size(task: Task, batch: Any, seed: int, device: torch.device) -> float:
         ValueError: the same weights and batch give two losses.
     """
     with torch.no_grad():
-        first, second = (task.loss_fn(task.build(seed, device), batch).item() for _ in range(2))
+        first, second = (
+            mean_loss(task.loss_fn(task.build(seed, device), batch)).item() for _ in range(2)
+        )
     if abs(first - second) > 1e-6 * abs(first):
         raise ValueError(
             f"the model is random in forward: one batch and the same weights gave the losses {first:.6g} and "
@@ -43,7 +49,7 @@ def step_size(task: Task, batch: Any, seed: int, device: torch.device) -> float:
     halves = [p for p in module.parameters() if p.requires_grad and p.element_size() == 2]
     if not halves:
         return task.lr
-    task.loss_fn(module, batch).backward()
+    mean_loss(task.loss_fn(module, batch)).backward()
     size = math.sqrt(sum(p.detach().double().square().sum().item() for p in halves))
     gradients = [p.grad.double() for p in halves if p.grad is not None]
     slope = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients))
@@ -57,11 +63,12 @@ def step_size(task: Task, batch: Any, seed: int, device: torch.device) -> float:
 class Sums:
     """Sums of one parameter's gradients over a rank's micro-batches in one step, in fp64.
 
-    Each gradient is that of the micro-batch's loss divided by the micro-batches, as in the training
-    step.
+    Each gradient is that of the micro-batch's loss divided by the micro-batches, or by the share of
+    a rank in all counts, as in the training step.
 
     Attributes:
         own: sum of the gradients.
+        others: the same under other weighings of the micro-batches, by their names, see `Weights`.
         first, last: gradients of the first and the last micro-batch.
         magnitude: sum of the absolute values of the gradients.
         partial: sum of the squares of the partial sums, which says how much the additions round.
@@ -71,6 +78,7 @@ class Sums:
     """
 
     own: Tensor
+    others: dict[str, Tensor]
     first: Tensor
     last: Tensor
     magnitude: Tensor
@@ -80,13 +88,18 @@ class Sums:
     largest: float
 
     @staticmethod
-    def of(gradients: Sequence[Tensor], moved: Sequence[Tensor]) -> "Sums":
+    def of(gradients: Sequence[Tensor], moved: Sequence[Tensor], weights: Weights) -> "Sums":
         """Add up the gradients of micro-batches, and those with moved parameters."""
-        each = torch.stack([wide(gradient) for gradient in gradients])
-        change = torch.stack([wide(gradient) for gradient in moved]) - each
-        change = change.nan_to_num(0.0, 0.0, 0.0)
+        plain = torch.stack([wide(gradient) for gradient in gradients])
+        change = torch.stack([wide(gradient) for gradient in moved]) - plain
+        change = _weighted(change.nan_to_num(0.0, 0.0, 0.0), weights.right)
+        each = _weighted(plain, weights.right)
+        others = {}
+        for name, factors in weights.others.items():
+            others[name] = _weighted(plain, factors).sum(0)
         return Sums(
             own=each.sum(0),
+            others=others,
             first=each[0],
             last=each[-1],
             magnitude=each.abs().sum(0),
@@ -95,6 +108,16 @@ class Sums:
             shift=change.sum(0),
             largest=each.abs().max().item(),
         )
+
+    def part(self, name: str) -> Tensor:
+        """Return the sum with this name: "own", "first", "last" or a weighing of `others`."""
+        return self.others[name] if name in self.others else getattr(self, name)
+
+
+def _weighted(gradients: Tensor, weights: Sequence[float]) -> Tensor:
+    """Return the gradients of micro-batches, stacked in the first dimension, times their weights."""
+    factors = torch.tensor(weights, dtype=torch.float64)
+    return gradients * factors.view(-1, *[1] * (gradients.ndim - 1))
 
 
 @dataclass(frozen=True)
@@ -173,11 +196,11 @@ class Copy:
         initial: Tensors,
         policy: str,
         main_states: Sequence[Sequence[Tensors]],
-        is_main: bool,
+        own: RankContext,
         late: Tensors | None = None,
         arrival: int | None = None,
     ) -> Run:
-        """Repeat the steps of this rank.
+        """Repeat the steps of this rank; call it on every rank.
 
         Args:
             parameters: for each step, parameters by name.
@@ -185,11 +208,12 @@ class Copy:
             initial: tensors by name, with the buffers before the first step.
             policy: name of the buffers that forward reads, such as `OWN_BUFFERS`.
             main_states: `Run.states` of rank 0, for a policy that reads its buffers.
+            own: this rank, with the group of the check's messages.
             late: parameters that arrive during the last step, if they differ from the others.
             arrival: phase before which `late` arrives: 1 the backward of the first micro-batch, 2
                 the second forward, 0 not in this step. None: there is no `late`.
         """
-        if is_main:
+        if own.is_main:
             policy = OWN_BUFFERS
         all_sums, all_states, loss = [], [], 0.0
         before = initial
@@ -201,14 +225,18 @@ class Copy:
                 read = dict(enumerate(main_states[number][:-1]))
             then = late if number == len(steps) - 1 else None
             step = (parameters[number], then, arrival, micro_batches, before, read)
-            gradients, states, loss = self._step(*step, moved=False)
+            gradients, states, losses, counts = self._step(*step, moved=False)
+            weights = weights_of(exchange(own, seen_in(micro_batches, counts)), own.rank)
+            loss = 0.0
+            for weight, of_batch in zip(weights.right, losses, strict=True):
+                loss += weight * of_batch
             # With weights that did not arrive in time, only the values are wanted, and not their
             # noise.
             others = gradients if arrival is not None else self._step(*step, moved=True)[0]
             sums = {}
             for name in self.trainable:
                 sums[name] = Sums.of(
-                    [each[name] for each in gradients], [each[name] for each in others]
+                    [each[name] for each in gradients], [each[name] for each in others], weights
                 )
             all_sums.append(sums)
             all_states.append(states)
@@ -224,15 +252,17 @@ class Copy:
         before: Tensors,
         read: Mapping[int, Tensors],
         moved: bool,
-    ) -> tuple[list[Tensors], list[Tensors], float]:
-        """Repeat one step. Return the gradients of each micro-batch, the buffers and the mean loss.
+    ) -> tuple[list[Tensors], list[Tensors], list[float], list[float | None]]:
+        """Repeat one step. Return the gradients, the buffers, the losses and the counts.
 
-        The buffers are those before each micro-batch and after the last.
+        The buffers are those before each micro-batch and after the last. Of each micro-batch, the
+        loss is its mean divided by the micro-batches, and the count None. Or they are (sum, count),
+        as its loss function returns them.
         """
         buffers = {name for name, _ in self.module.named_buffers()}
         self._load_parameters(parameters, buffers, moved)
         self.load({name: value for name, value in before.items() if name in buffers})
-        gradients, states, losses = [], [], []
+        gradients, states, losses, counts = [], [], [], []
         for number, batch in enumerate(micro_batches):
             if 2 * number == arrival and late is not None:
                 self._load_parameters(late, buffers, moved)
@@ -241,11 +271,16 @@ class Copy:
             states.append(copies({}, self.module))
             for parameter in self.trainable.values():
                 parameter.grad = torch.zeros_like(parameter)
-            loss = self.task.loss_fn(self.module, batch) / len(micro_batches)
+            loss, count = self.task.loss_fn(self.module, batch), None
+            if isinstance(loss, tuple):
+                loss, count = loss[0], float(loss[1])
+            else:
+                loss = loss / len(micro_batches)
             if 2 * number + 1 == arrival and late is not None:
                 self._load_parameters(late, buffers, moved)
             loss.backward()
             losses.append(loss.item())
+            counts.append(count)
             gradients.append({name: p.grad.cpu().clone() for name, p in self.trainable.items()})
         states.append(copies({}, self.module))
-        return gradients, states, sum(losses)
+        return gradients, states, losses, counts

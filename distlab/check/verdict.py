@@ -48,6 +48,8 @@ class Verdict:
             `no_sync()` and is right with one. `micro_batches` is then 1.
         right_with_one: True if a wrong wrapper is right with one micro-batch per step. None if that
             was not tried.
+        warning: sentence about a mean of means, of which a check cannot say whether it is meant.
+            Empty if there is none. It does not make a verdict wrong.
     """
 
     ranks: int
@@ -59,6 +61,7 @@ class Verdict:
     finish: str = ""
     accumulation: tuple[Finding, ...] = ()
     right_with_one: bool | None = None
+    warning: str = ""
 
     @property
     def right(self) -> bool:
@@ -95,6 +98,8 @@ class Verdict:
             f"loss of step {STEPS}: {self.loss:.6g}, in one process {self.expected_loss:.6g}"
             + (f"\nfinish that was called: {self.finish}" if self.finish else "")
         )
+        if self.warning:
+            parts.append(f"warning: {self.warning}")
         return "\n\n".join(parts)
 
     def _headline(self) -> str:
