@@ -367,6 +367,20 @@ KINDS = {
         "mean of micro-batches",
         "mean of ranks",
     ],
+    "norms": [
+        "norm of DDP, counted",
+        "norm of FSDP2",
+        "norm of bucketed, counted",
+        "norm of a method",
+        "norm of all shards",
+        "norm times P",
+        "norm of mixed shards",
+        "norm before averaging",
+        "norm before averaging, counted",
+        "norm of own shard",
+        "norm without a shard",
+        "norm by roots",
+    ],
     "names that are computed": [
         "a step late",
         "stale after",
@@ -633,6 +647,16 @@ def test_the_table():
     assert len(str(verdict).splitlines()) <= 30
     assert repr(verdict) == str(verdict)  # pytest shows the repr
     assert "finish that was called: the second thing" in str(verdict)
+
+
+def test_a_wrong_norm_is_in_the_headline():
+    verdict = check_gradients(mlp, "tests.check_matrix:norm_before_averaging")
+    assert not verdict.right
+    assert {(each.what, each.signature) for each in verdict.findings} == {
+        ("norm", signatures.NORM_LOCAL)
+    }
+    headline = "WRONG: 6 of 6 tensors as in one process, the norm of the gradient is not"
+    assert str(verdict).startswith(headline)
 
 
 def checked(*options, model="mlp"):

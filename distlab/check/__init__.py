@@ -19,7 +19,8 @@ It is all that remains of a gradient that is exactly zero, as of a bias in front
 such a tensor is right while it differs by noise, and wrong when it differs by more.
 
 Read `compare.py` first. `training.py` trains on the ranks, `reference.py` repeats that in one
-process, `expected.py` says how far right values may be apart, and `judge.py` finds the mistake.
+process, `weights.py` weighs the micro-batches, `expected.py` says how far right values may be
+apart, and `judge.py` finds the mistake, in a norm `norm.py`.
 """
 
 from distlab.bench.wrappers import UserWrapper, whole_tensor, wrapped_by

@@ -55,6 +55,7 @@ class Expected:
         of_ranks: for each rank, sums by parameter.
         dtypes: parameter name → dtype.
         micro_batches: number per rank and step.
+        at_end: see `Weights`.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class Expected:
         of_ranks: Sequence[Mapping[str, Sums]],
         dtypes: Mapping[str, torch.dtype],
         micro_batches: int,
+        at_end: float,
     ):
+        self.at_end = at_end
         self.of_ranks, self.dtypes, self.micro_batches = of_ranks, dtypes, micro_batches
         self.ranks = len(of_ranks)
 

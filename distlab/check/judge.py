@@ -10,6 +10,7 @@ from torch import Tensor
 
 from distlab.check.expected import SLACK, Expected, Right
 from distlab.check.jobs import STEPS, Jobs
+from distlab.check.norm import norm_error
 from distlab.check.reference import Copy, Run
 from distlab.check.signatures import (
     ABSENT,
@@ -48,7 +49,7 @@ from distlab.check.signatures import (
 )
 from distlab.check.tensors import wide
 from distlab.check.training import Trained
-from distlab.check.verdict import Finding
+from distlab.check.verdict import NORM, Finding
 from distlab.check.weights import IGNORED, TARGETS_ALIKE
 
 
@@ -73,7 +74,8 @@ class Judge:
         dtypes = {name: parameter.dtype for name, parameter in copy.trainable.items()}
         count = runs[0].micro_batches
         self.expected = [
-            Expected([run.sums[step] for run in runs], dtypes, count) for step in range(STEPS)
+            Expected([run.sums[step] for run in runs], dtypes, count, runs[0].at_end[step])
+            for step in range(STEPS)
         ]
 
     def findings(self) -> list[Finding]:
@@ -89,6 +91,7 @@ class Judge:
             or self._gradients(2)
             or self._values(2)
             or self._buffers()
+            or self._norms()
         )
 
     def warning(self) -> str:
@@ -144,6 +147,17 @@ class Judge:
                 found.append(
                     Finding(name, "initial value", 0, _error(each, each[0]), NOT_BROADCAST)
                 )
+        return found
+
+    def _norms(self) -> list[Finding]:
+        """Find a wrong norm, of gradients that are right."""
+        found = []
+        for step, expected in enumerate(self.expected, start=1):
+            gradients = self.ranks[0].gradients[step - 1]
+            wrong = norm_error(expected, gradients, [rank.norms[step - 1] for rank in self.ranks])
+            if wrong is not None:
+                signature, error = wrong
+                found.append(Finding(NORM, "norm", step, error, signature))
         return found
 
     # -- gradients -------------------------------------------------------------------------------------------

@@ -126,12 +126,14 @@ class Run:
 
     Attributes:
         sums: for each step, sums by parameter.
+        at_end: for each step, see `Weights`.
         states: for each step, the buffers before each micro-batch and after the last.
         loss: loss of the last step.
         micro_batches: number per step.
     """
 
     sums: list[dict[str, Sums]]
+    at_end: list[float]
     states: list[list[Tensors]]
     loss: float
     micro_batches: int
@@ -215,7 +217,7 @@ class Copy:
         """
         if own.is_main:
             policy = OWN_BUFFERS
-        all_sums, all_states, loss = [], [], 0.0
+        all_sums, all_states, at_end, loss = [], [], [], 0.0
         before = initial
         for number, micro_batches in enumerate(steps):
             read = {}  # micro-batch → buffers that it finds in place of its own
@@ -239,9 +241,10 @@ class Copy:
                     [each[name] for each in gradients], [each[name] for each in others], weights
                 )
             all_sums.append(sums)
+            at_end.append(weights.at_end)
             all_states.append(states)
             before = states[-1]
-        return Run(all_sums, all_states, loss, len(steps[0]))
+        return Run(all_sums, at_end, all_states, loss, len(steps[0]))
 
     def _step(
         self,

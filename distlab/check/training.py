@@ -8,13 +8,15 @@ import torch
 from torch.distributed import ProcessGroup
 
 from distlab.bench.task import blamed
-from distlab.bench.wrappers import whole_tensor
+from distlab.bench.wrappers import UserWrapper, whole_tensor
 from distlab.check.jobs import STEPS, Jobs
 from distlab.check.messages import exchange
-from distlab.check.tensors import Tensors, copies, plain
+from distlab.check.norm import Norm
+from distlab.check.tensors import Tensors, copies, plain, wide
 from distlab.comm import RankContext
 from distlab.comm.rank_process import is_lost_peer
 from distlab.parallel import ParallelModel, stepped
+from distlab.parallel.shard import local_part
 from distlab.train.step import TrainStep
 
 
@@ -24,6 +26,7 @@ class Trained:
 
     initial: Tensors  # parameters and buffers
     gradients: list[Tensors]  # of each step
+    norms: list[Norm]  # of each step
     values: Tensors  # parameters in the second step, after its backward
     final: Tensors  # parameters and buffers
     loss: float
@@ -48,12 +51,13 @@ def train(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int)
             module, group, torch.optim.SGD, {"lr": jobs.task.lr}, bucket_size_mb=size_mb
         )
         initial = copies(model.full_parameters(), module)
-        gradients, values = [], {}
+        gradients, norms, values = [], [], {}
 
         def keep(phase: str) -> None:
             if phase != "forward_backward":
                 return
             gradients.append(_whole_gradients(model, own))
+            norms.append(_norm_of(model))
             if len(gradients) == STEPS:
                 # Not right after the first step: reading them there would wait for messages that
                 # the next forward may have forgotten to wait for.
@@ -69,7 +73,15 @@ def train(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int)
     finish = getattr(model, "finish", "")
     can_accumulate = getattr(model, "can_accumulate", True)
     return Trained(
-        initial, gradients, values, final, losses[-1].item(), finish, can_accumulate, owned
+        initial,
+        gradients,
+        norms,
+        values,
+        final,
+        losses[-1].item(),
+        finish,
+        can_accumulate,
+        owned,
     )
 
 
@@ -99,6 +111,22 @@ def _whole_gradients(model: ParallelModel, own: RankContext) -> Tensors:
         for name, (start, values) in of_rank.items():
             whole[name].view(-1)[start : start + len(values)] = values
     return whole
+
+
+@torch.no_grad()
+def _norm_of(model: ParallelModel) -> Norm:
+    """Return the norm that the wrapper gives, and the sizes of this rank's shards."""
+    value, before_factor = None, False
+    if isinstance(model, UserWrapper):
+        value, before_factor = model.own_norm()
+    shards: dict[str, float] = {}
+    for shard in model.shards():
+        placements = getattr(shard.tensor, "placements", ())
+        is_sharded = not shard.replicated or any(each.is_shard() for each in placements)
+        if is_sharded and shard.tensor.grad is not None:
+            local = wide(local_part(shard.tensor.grad))
+            shards[plain(shard.name)] = local.square().sum().item()
+    return Norm(value, before_factor, shards)
 
 
 def _owned(

@@ -9,6 +9,7 @@ from distlab.check.jobs import STEPS
 from distlab.check.signatures import FROZEN
 
 ROWS = 20  # of a verdict's table
+NORM = "(the norm)"  # in the place of a tensor's name
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,8 @@ class Finding:
 
     Attributes:
         tensor: name in the module.
-        what: kind of value that differs: `initial value`, `gradient`, `value` (after a step) or
-            `buffer`.
+        what: kind of value that differs: `initial value`, `gradient`, `value` (after a step),
+            `buffer`, or `norm` (of the whole gradient).
         step: number from 1 on, or 0 before the first step.
         error: largest |Δ| over ranks and elements, relative to the largest element in one process.
         signature: mistake that gives these values.
@@ -110,6 +111,11 @@ class Verdict:
             )
         if self.right:
             return f"right: {self.tensors} of {self.tensors} tensors as in one process"
+        if self.findings[0].tensor == NORM:
+            return (
+                f"WRONG: {self.tensors} of {self.tensors} tensors as in one process, "
+                "the norm of the gradient is not"
+            )
         trainable = {each.tensor for each in self.findings if not _is_other(each)}
         others = {each.tensor for each in self.findings} - trainable
         counted = []

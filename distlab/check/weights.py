@@ -44,10 +44,13 @@ class Weights:
 
     Attributes:
         right: factor of each micro-batch.
+        at_end: part of it by which the training step multiplies the averaged gradients, after the
+            wrapper has finished.
         others: the same under another weighing, by its name. Empty where it would give the same.
     """
 
     right: list[float]
+    at_end: float
     others: Mapping[str, list[float]]
 
 
@@ -78,9 +81,10 @@ def weights_of(everyone: Sequence[Seen], rank: int) -> Weights:
     ranks = len(counts)
     number = len(counts[rank])
     total = sum(map(sum, counts))
-    right = [_quotient(ranks, total)] * number
+    at_end = _quotient(ranks, total)
+    right = [at_end] * number
     if _all_equal(counts):
-        return Weights(right, {})
+        return Weights(right, at_end, {})
     of_rank = sum(counts[rank])
     of_turns = [sum(turn) for turn in zip(*counts, strict=True)]
     others = {
@@ -88,7 +92,7 @@ def weights_of(everyone: Sequence[Seen], rank: int) -> Weights:
         RANKS_ALIKE: [_quotient(1, of_rank)] * number,
         TURNS_ALIKE: [_quotient(ranks / number, count) for count in of_turns],
     }
-    return Weights(right, others)
+    return Weights(right, at_end, others)
 
 
 def _of_means(everyone: Sequence[Seen], rank: int) -> Weights:
@@ -109,10 +113,10 @@ def _of_means(everyone: Sequence[Seen], rank: int) -> Weights:
             of_rank.append(sum(counted))
         counts.append(of_rank)
     if not positions or _all_equal(counts):
-        return Weights(right, {})
+        return Weights(right, 1.0, {})
     total = sum(map(sum, counts))
     factor = _quotient(len(counts) * number, total)
-    return Weights(right, {TARGETS_ALIKE: [count * factor for count in counts[rank]]})
+    return Weights(right, 1.0, {TARGETS_ALIKE: [count * factor for count in counts[rank]]})
 
 
 def _all_equal(counts: Sequence[Sequence[float]]) -> bool:
