@@ -762,10 +762,10 @@ def of_own_shard(squares: Tensor, group: Any) -> Tensor:
     return squares.sqrt()
 
 
-def of_all_but_last(squares: Tensor, group: Any) -> Tensor:
-    """Leave out the shards of the last rank."""
-    is_last = group.rank() == group.size() - 1
-    return summed_over(group, squares * (not is_last)).sqrt()
+def of_all_but_first(squares: Tensor, group: Any) -> Tensor:
+    """Leave out the shards of rank 0. Those of the last rank may be empty."""
+    is_first = group.rank() == 0
+    return summed_over(group, squares * (not is_first)).sqrt()
 
 
 def roots_added(squares: Tensor, group: Any) -> Tensor:
@@ -891,7 +891,7 @@ def _wrong() -> list[Case]:
             "norm before averaging, counted", counted, norm_before_averaging, signatures.NORM_LOCAL
         ),
         wrong("norm of own shard", mlp, norm_of_shards(of_own_shard), signatures.NORM_LOCAL),
-        wrong("norm without a shard", mlp, norm_of_shards(of_all_but_last), signatures.NORM_PART),
+        wrong("norm without a shard", mlp, norm_of_shards(of_all_but_first), signatures.NORM_PART),
         wrong("norm by roots", mlp, norm_of_shards(roots_added), signatures.NORM_ROOTS),
         wrong("tied twice", tied, finishing(tied_twice), signatures.TIED),
     ]
