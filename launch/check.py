@@ -6,8 +6,8 @@ Trains two steps of a model on several ranks and in one process, and names what 
     distlab check my_model:build --wrap my_code:parallelize --nproc 4
 
 What `build` and `parallelize` return: docs/learn/check.md. Exit code 1 when something is wrong, 0
-also for a wrapper that is right with one backward per step and does not claim to accumulate
-gradients.
+also with a warning, and for a wrapper that is right with one backward per step and does not claim
+to accumulate gradients.
 """
 
 import argparse

@@ -23,11 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab import check as signatures
 from distlab.bench.task import own_task
 from distlab.bench.wrappers import as_strategy
-from distlab.check import check
-from distlab.parallel import Strategy, get_strategy
+from distlab.check import check, signatures
+from distlab.parallel import BucketedDDP, Strategy, get_strategy
 from distlab.testing import run_ranks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -161,6 +160,40 @@ def running(dtype: torch.dtype) -> tuple[Any, ...]:
     """Forward reads a buffer that it updates."""
     module = nn.Sequential(Running(6), nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 5))
     return classified(module.to(dtype), dtype)
+
+
+class Counted(nn.Module):
+    """Returns the sum of the losses of those targets that are not -100."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 5))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.layers(inputs).float().mT, targets, reduction="sum")
+
+
+def batch_with_ignored(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return sequences of inputs and targets, of which each batch ignores another share."""
+    inputs = torch.randn(size, 8, 6, generator=generator)
+    targets = torch.randint(5, (size, 8), generator=generator)
+    share = torch.rand(1, generator=generator)
+    ignored = torch.rand(size, 8, generator=generator) < share
+    ignored[0, 0] = False
+    return inputs, targets.masked_fill(ignored, -100)
+
+
+def counted(dtype: torch.dtype) -> tuple[Any, ...]:
+    """A loss that returns (sum, count), where micro-batches differ in the number of targets."""
+
+    def batch(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        inputs, targets = batch_with_ignored(size, generator)
+        return inputs.to(dtype), targets
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return model(*batch), (batch[1] != -100).sum()
+
+    return Counted().to(dtype), batch, loss
 
 
 # -- wrappers ----------------------------------------------------------------------------------------------
@@ -579,6 +612,167 @@ def tied_twice(wrapped: Wrapped) -> None:
         parameter.grad /= wrapped.group.size()
 
 
+class MeanOfMeans(Wrapped):
+    """Divides each gradient of a sum by the targets of its micro-batch or rank, then averages.
+
+    Args:
+        over: what weighs alike: "micro-batches" or "ranks".
+    """
+
+    def __init__(self, module: nn.Module, group: Any, over: str):
+        super().__init__(module, group, self.average)
+        self.over = over
+        self.count = torch.zeros(())  # targets of this rank in this step
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        count = (targets != -100).sum()
+        self.count += count
+        loss = super().forward(inputs, targets)
+        if self.over == "micro-batches":
+            loss.register_hook(lambda gradient: gradient / count)
+        return loss
+
+    def average(self, wrapped: Wrapped) -> None:
+        """Average what was divided. The trainer still divides by the mean of the ranks' counts."""
+        for _, parameter in trained(self.module):
+            parameter.grad /= self.calls if self.over == "micro-batches" else self.count
+        average(wrapped)
+        dist.all_reduce(self.count, group=self.group)
+        for _, parameter in trained(self.module):
+            parameter.grad *= self.count / self.group.size()
+        self.count = torch.zeros(())
+
+
+def mean_of_micro_batches(module: nn.Module, group: Any) -> nn.Module:
+    """Weigh all micro-batches alike."""
+    return MeanOfMeans(module, group, "micro-batches")
+
+
+def mean_of_ranks(module: nn.Module, group: Any) -> nn.Module:
+    """Weigh all ranks alike."""
+    return MeanOfMeans(module, group, "ranks")
+
+
+# Wrappers that return the norm by which they clip. Here nothing is clipped.
+
+
+def squares_of(parameters: Any) -> Tensor:
+    """Return the sum of squares of the gradients, of DTensors that of this rank's part."""
+    total = torch.zeros((), dtype=torch.float64)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if hasattr(gradient, "to_local"):
+            gradient = gradient.to_local()
+        total += gradient.double().square().sum()
+    return total
+
+
+def summed_over(group: Any, value: Tensor) -> Tensor:
+    """Return the sum of a number over the ranks."""
+    dist.all_reduce(value, group=group)
+    return value
+
+
+def ddp_with_norm(module: nn.Module, group: Any) -> Any:
+    """torch's DDP and torch's clipping."""
+    clip = partial(nn.utils.clip_grad_norm_, list(module.parameters()), 1e9)
+    return ddp(module, group), clip
+
+
+def fsdp2_with_norm(module: nn.Module, group: Any) -> Any:
+    """FSDP2 and torch's clipping, which returns a DTensor."""
+    sharded = fsdp2(module, group)
+    return sharded, partial(nn.utils.clip_grad_norm_, list(sharded.parameters()), 1e9)
+
+
+def bucketed_with_norm(module: nn.Module, group: Any) -> nn.Module:
+    """distlab's DDP, which has `grad_norm()`."""
+    return BucketedDDP(module, process_group=group)
+
+
+class WithClipping(Wrapped):
+    """Has the method that clips, and not the norm as the result of finish."""
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the gradients of this rank, which are those of all ranks."""
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+
+
+def with_clipping(module: nn.Module, group: Any) -> nn.Module:
+    """Average by hand, clip by torch."""
+    return WithClipping(module, group, average)
+
+
+class WithWrongNorm(Wrapped):
+    """Has a method `grad_norm()` that gives each of P ranks' equal squares a place in the sum."""
+
+    def grad_norm(self) -> Tensor:
+        """Add the squares of all ranks."""
+        return summed_over(self.group, squares_of(self.module.parameters())).sqrt()
+
+
+def norm_times_ranks(module: nn.Module, group: Any) -> nn.Module:
+    """Count replicated gradients P times."""
+    return WithWrongNorm(module, group, average)
+
+
+def norm_of_mixed_shards(module: nn.Module, group: Any) -> Any:
+    """Shard the first layer, replicate the others, and add the squares of all over ranks."""
+    broadcast(module, group)
+    fully_shard(module[0], mesh=DeviceMesh.from_group(group, "cpu"))
+
+    def finish() -> Tensor:
+        for parameter in module[1:].parameters():
+            mean("", parameter.grad, group)
+        return summed_over(group, squares_of(module.parameters())).sqrt()
+
+    return module, finish
+
+
+def norm_before_averaging(module: nn.Module, group: Any) -> Any:
+    """Take the norm of each rank's own gradient."""
+    broadcast(module, group)
+
+    def finish() -> float:
+        norm = squares_of(module.parameters()).sqrt().item()
+        for parameter in module.parameters():
+            mean("", parameter.grad, group)
+        return norm
+
+    return module, finish
+
+
+def norm_of_shards(norm: Callable[[Tensor, Any], Tensor]) -> Wrap:
+    """Return FSDP2, whose finish makes a norm of the sum of squares of this rank's shards."""
+
+    def wrap(module: nn.Module, group: Any) -> Any:
+        sharded = fsdp2(module, group)
+        return sharded, lambda: norm(squares_of(sharded.parameters()), group)
+
+    return wrap
+
+
+def of_all_shards(squares: Tensor, group: Any) -> Tensor:
+    """Add the squares, then take the root."""
+    return summed_over(group, squares).sqrt()
+
+
+def of_own_shard(squares: Tensor, group: Any) -> Tensor:
+    """Take the root of this rank's squares."""
+    return squares.sqrt()
+
+
+def of_all_but_first(squares: Tensor, group: Any) -> Tensor:
+    """Leave out the shards of rank 0. Those of the last rank may be empty."""
+    is_first = group.rank() == 0
+    return summed_over(group, squares * (not is_first)).sqrt()
+
+
+def roots_added(squares: Tensor, group: Any) -> Tensor:
+    """Add roots in place of squares."""
+    return summed_over(group, squares.sqrt())
+
+
 # -- cases -------------------------------------------------------------------------------------------------
 
 
@@ -615,12 +809,21 @@ def _right() -> list[Case]:
         Case(f"FSDP2, {model.__name__}", model, fsdp2)
         for model in (mlp, convolution, groups, attention)
     ]
-    cases += [Case(f"{name}, mlp", mlp, name) for name in ("naive", "bucketed", "zero1", "fsdp")]
+    for name in ("naive", "bucketed", "zero1", "fsdp"):
+        cases += [Case(f"{name}, mlp", mlp, name), Case(f"{name}, counted", counted, name)]
     cases += [
         Case(f"{name}, attention", attention, name)
         for name in ("bucketed", "zero1", "fsdp", "fsdp2")
     ]
     cases += [
+        Case("by hand, counted", counted, reducing(mean)),
+        Case("torch DDP, counted", counted, ddp),
+        Case("FSDP2, counted", counted, fsdp2),
+        Case("norm of DDP, counted", counted, ddp_with_norm),
+        Case("norm of FSDP2", mlp, fsdp2_with_norm),
+        Case("norm of bucketed, counted", counted, bucketed_with_norm),
+        Case("norm of a method", attention, with_clipping),
+        Case("norm of all shards", mlp, norm_of_shards(of_all_shards)),
         Case("bucketed, convolution", convolution, "bucketed"),
         Case("divided first", attention, reducing(divided_first)),
         Case("added backwards", attention, reducing(added_backwards)),
@@ -678,6 +881,18 @@ def _wrong() -> list[Case]:
         wrong("frozen changed", frozen, finishing(change_frozen), signatures.FROZEN),
         wrong("buffers damaged", convolution, finishing(damage_buffers), signatures.BUFFER),
         wrong("exchanged", alike, finishing(exchanged), signatures.OTHER_TENSOR),
+        wrong("mean of micro-batches", counted, mean_of_micro_batches, signatures.MEANS),
+        wrong("mean of ranks", counted, mean_of_ranks, signatures.MEANS),
+        wrong("summed, counted", counted, reducing(summed), signatures.SUMMED),
+        wrong("norm times P", attention, norm_times_ranks, signatures.NORM_TIMES_RANKS),
+        wrong("norm of mixed shards", mlp, norm_of_mixed_shards, signatures.NORM_TIMES_RANKS),
+        wrong("norm before averaging", mlp, norm_before_averaging, signatures.NORM_LOCAL),
+        wrong(
+            "norm before averaging, counted", counted, norm_before_averaging, signatures.NORM_LOCAL
+        ),
+        wrong("norm of own shard", mlp, norm_of_shards(of_own_shard), signatures.NORM_LOCAL),
+        wrong("norm without a shard", mlp, norm_of_shards(of_all_but_first), signatures.NORM_PART),
+        wrong("norm by roots", mlp, norm_of_shards(roots_added), signatures.NORM_ROOTS),
         wrong("tied twice", tied, finishing(tied_twice), signatures.TIED),
     ]
 

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab import check as signatures
-from distlab.check import check, on_rank
+from distlab.bench.task import own_task
+from distlab.check import check, messages, on_rank, signatures
 from distlab.testing import check_gradients, run_ranks
 from experiments.sabotage.mistakes import MISTAKES
 from tests import check_matrix
@@ -305,7 +305,7 @@ def test_right_models_get_no_name_and_wrong_wrappers_theirs(ranks):
     for (model, wrap), verdict in zip(cases, found, strict=True):
         differing = {finding.tensor for finding in verdict.findings}
         if wrap not in WRONG:
-            assert verdict.right, f"{model} under {wrap}: {verdict}"
+            assert verdict.right and not verdict.warning, f"{model} under {wrap}: {verdict}"
             continue
         _, signature, tensors = WRONG[wrap]
         assert {finding.signature for finding in verdict.findings} == {signature}, (
@@ -314,6 +314,7 @@ def test_right_models_get_no_name_and_wrong_wrappers_theirs(ranks):
         assert differing == tensors or (tensors is None and len(differing) == verdict.tensors), (
             f"{wrap}: {verdict}"
         )
+        assert not verdict.warning
         assert abs(verdict.loss / verdict.expected_loss - 1) < 0.03  # which nobody would notice
 
 
@@ -355,6 +356,31 @@ KINDS = {
         "garbage, attention",
     ],
     "one backward per step": ["overlapped", "overlapped, convolution", "overlapped, own method"],
+    "losses of (sum, count)": [
+        "by hand, counted",
+        "FSDP2, counted",
+        "naive, counted",
+        "bucketed, counted",
+        "zero1, counted",
+        "fsdp, counted",
+        "summed, counted",
+        "mean of micro-batches",
+        "mean of ranks",
+    ],
+    "norms": [
+        "norm of DDP, counted",
+        "norm of FSDP2",
+        "norm of bucketed, counted",
+        "norm of a method",
+        "norm of all shards",
+        "norm times P",
+        "norm of mixed shards",
+        "norm before averaging",
+        "norm before averaging, counted",
+        "norm of own shard",
+        "norm without a shard",
+        "norm by roots",
+    ],
     "names that are computed": [
         "a step late",
         "stale after",
@@ -408,6 +434,82 @@ def expect(ranks, dtype, names):
     for name, verdict in zip(names, verdicts, strict=True):
         said, _ = check_matrix.outcome(check_matrix.CASES[name], dtype, verdict)
         assert said in ("right", "found"), f"{name}: {said}\n{verdict}"
+        assert not verdict.warning, f"{name}: {verdict}"
+
+
+# -- means over different numbers of targets -------------------------------------------------------------------
+
+
+def mean_over_targets():
+    """A loss that is a mean over those targets that are not -100."""
+    module = check_matrix.Counted()
+
+    def loss(model, batch):
+        return model(*batch) / (batch[1] != -100).sum()
+
+    return module, check_matrix.batch_with_ignored, loss
+
+
+def sum_of_targets():
+    return check_matrix.counted(torch.float32)
+
+
+def norms_over_targets():
+    """Relative difference of the norms in the first step of the check, of 2 ranks × 3 micro-batches."""
+    means, total, count = {}, {}, 0
+    for rank in range(2):
+        task = own_task(f"{HERE}:sum_of_targets", 4)
+        for number in range(3):
+            module = task.build(0, torch.device("cpu"))
+            (batch,) = task.batches(rank, number, torch.device("cpu"))
+            loss, counted = task.loss_fn(module, batch)
+            loss.backward()
+            count += counted
+            for name, parameter in module.named_parameters():
+                total[name] = total.get(name, 0) + parameter.grad
+                means[name] = means.get(name, 0) + parameter.grad / counted / 6
+    norm_of_means = torch.cat([each.flatten() for each in means.values()]).norm()
+    norm = torch.cat([(each / count).flatten() for each in total.values()]).norm()
+    return abs(norm_of_means / norm - 1).item()
+
+
+def test_a_mean_over_different_numbers_of_targets_is_a_warning():
+    verdict = check_gradients(mean_over_targets, named("by_hand"))
+    assert verdict.right and verdict.warning.startswith(signatures.MEANS)
+    assert f"differs by {norms_over_targets():.1%} from" in verdict.warning
+    assert f"warning: {verdict.warning}" in str(verdict)
+    done = checked("--strategy", "fsdp", model="mean_over_targets")
+    assert done.returncode == 0 and "warning: mean of means" in done.stdout, done.stderr
+
+
+def every_target():
+    """The same loss, where no target is ignored."""
+    module, _, loss = mean_over_targets()
+
+    def batch(size, generator):
+        inputs, targets = check_matrix.batch_with_ignored(size, generator)
+        return inputs, targets.clamp(min=0)
+
+    return module, batch, loss
+
+
+def same_number_of_targets():
+    """The same loss, where each batch ignores the first target of each sequence."""
+    module, _, loss = mean_over_targets()
+
+    def batch(size, generator):
+        inputs, targets = check_matrix.batch_with_ignored(size, generator)
+        targets = targets.clamp(min=0)
+        targets[:, 0] = -100
+        return inputs, targets
+
+    return module, batch, loss
+
+
+@pytest.mark.parametrize("model", [every_target, same_number_of_targets, sum_of_targets])
+def test_equal_numbers_of_targets_and_counts_are_no_warning(model):
+    verdict = check_gradients(model, "bucketed")
+    assert verdict.right and not verdict.warning
 
 
 # -- messages between ranks ----------------------------------------------------------------------------------
@@ -432,7 +534,7 @@ def test_a_tensor_arrives_as_it_was_sent(dtype):
         "empty": values[:, :0],
         "no elements": values[:0, 0],
     }
-    received = signatures._unpacked(signatures._packed(sent))
+    received = messages.unpacked(messages.packed(sent))
     for name, tensor in sent.items():
         assert received[name].dtype == dtype and received[name].shape == tensor.shape, name
         assert received[name].tolist() == tensor.tolist(), name
@@ -444,7 +546,7 @@ def test_other_tensors_and_errors_arrive_as_they_were_sent():
     trained = nn.Parameter(torch.arange(3.0))
     wide = torch.arange(3.0, requires_grad=True)
     sent = [trained, wide, torch.eye(3).to_sparse(), TimeoutError("waited 2 s")]
-    received = signatures._unpacked(signatures._packed(sent))
+    received = messages.unpacked(messages.packed(sent))
     assert isinstance(received[0], nn.Parameter) and received[1].requires_grad
     assert torch.equal(received[0], trained) and torch.equal(received[1], wide)
     assert torch.equal(received[2].to_dense(), torch.eye(3))
@@ -547,9 +649,19 @@ def test_the_table():
     assert "finish that was called: the second thing" in str(verdict)
 
 
-def checked(*options):
+def test_a_wrong_norm_is_in_the_headline():
+    verdict = check_gradients(mlp, "tests.check_matrix:norm_before_averaging")
+    assert not verdict.right
+    assert {(each.what, each.signature) for each in verdict.findings} == {
+        ("norm", signatures.NORM_LOCAL)
+    }
+    headline = "WRONG: 6 of 6 tensors as in one process, the norm of the gradient is not"
+    assert str(verdict).startswith(headline)
+
+
+def checked(*options, model="mlp"):
     """`distlab check` of a model in this file, in a process that forks its ranks."""
-    return python("-m", "launch", "check", f"{HERE}:mlp", *options)
+    return python("-m", "launch", "check", f"{HERE}:{model}", *options)
 
 
 def test_the_command_ends_with_the_verdict():

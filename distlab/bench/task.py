@@ -18,6 +18,9 @@ things:
 
         return model, batch, loss
 
+Where batches have different numbers of tokens that count, `loss` returns (sum, count): the sum of
+the losses, and that number. The gradient of a step is then that of the mean over all tokens.
+
 The lab seeds torch before it calls the factory, and `generator` by rank and step; tensors of a
 batch are put on the device. `loss` must call the model that it is given, through which gradients
 are synchronised.
@@ -48,7 +51,7 @@ from distlab.options import Options, option
 from distlab.parallel import Strategy
 from distlab.parallel.layout import Axes
 from distlab.train.data import SyntheticTokens
-from distlab.train.step import LossFunction, loss_in_head, next_token_loss
+from distlab.train.step import Loss, LossFunction, loss_in_head, mean_loss, next_token_loss
 
 BATCHES = 4  # number of different batches of a benchmark, which are used one after the other
 # folders
@@ -222,7 +225,7 @@ def own_task(name: str, batch_size: int, seed: int = 0) -> Task:
             (key, tree_map(lambda each: each.to(device) if hasattr(each, "to") else each, examples))
         ]
 
-    def loss_fn(model: nn.Module, keyed: tuple[int, Any]) -> Tensor:
+    def loss_fn(model: nn.Module, keyed: tuple[int, Any]) -> Loss:
         key, examples = keyed
         torch.manual_seed(key)
         return loss(model, examples)
@@ -273,7 +276,7 @@ def examined(name: str, task: Task, context: RankContext, seed: int = 0) -> list
         with blamed(name, "batch(size, generator)"):
             (batch,) = task.batches(context.rank, step, context.device)
         with blamed(name, "loss(model, batch)"):
-            loss = task.loss_fn(module, batch)
+            loss = mean_loss(task.loss_fn(module, batch))
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = (
                 f"a tensor of shape {tuple(loss.shape)}"
@@ -281,7 +284,8 @@ def examined(name: str, task: Task, context: RankContext, seed: int = 0) -> list
                 else type(loss).__name__
             )
             raise ValueError(
-                f"--model {name}: loss(model, batch) must return a scalar tensor with a gradient, not {what}"
+                f"--model {name}: loss(model, batch) must return a scalar tensor with a gradient, "
+                f"or such a sum and a count, not {what}"
             )
         with blamed(name, "backward of the loss"):
             loss.backward()

@@ -29,7 +29,14 @@ from distlab.precision import DTYPES
 from distlab.train.build import build_training
 from distlab.train.memory_budget import settled
 from distlab.train.scaler import LossScaler
-from distlab.train.step import TrainStep, loss_function, split, under_autocast
+from distlab.train.step import (
+    Loss,
+    TrainStep,
+    loss_function,
+    mean_loss,
+    split,
+    under_autocast,
+)
 
 Batch = tuple[Tensor, Tensor]
 Mark = Callable[[str], None]
@@ -181,9 +188,10 @@ class Trial:
     def forward(self, batch: Batch | None = None) -> Tensor:
         """Return the loss of a batch, by default the first."""
         with self.model.autocast():
-            return self._loss(self.model, self._batches[0] if batch is None else batch)
+            loss = self._loss(self.model, self._batches[0] if batch is None else batch)
+        return mean_loss(loss)
 
-    def _loss_of_step(self, model: nn.Module, batch: Batch) -> Tensor:
+    def _loss_of_step(self, model: nn.Module, batch: Batch) -> Loss:
         loss = self._loss(model, batch)
         if self.model.pipeline is None:
             self._mark("forward")

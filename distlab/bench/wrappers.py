@@ -4,9 +4,12 @@
         ...
         return module, finish           # or the callable module alone
 
+`finish()` may return the norm of the whole gradient, by which it clips.
+
 The form is the one of `distlab check --wrap`.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -44,6 +47,7 @@ class UserWrapper(ParallelModel):
         self.module, self.process_group = module, group
         self.device = next(module.parameters()).device
         self._call, self._finish, self.finish = _call_and_finish(wrap(module, group))
+        self._finished: Any = None  # the result of the last `finish()`
         self.can_accumulate = callable(getattr(self._call, "no_sync", None))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +58,26 @@ class UserWrapper(ParallelModel):
         return getattr(self._call, "no_sync", nullcontext)()
 
     def finish_gradient_synchronization(self) -> None:
-        self._finish()
+        self._finished = self._finish()
+
+    def own_norm(self) -> tuple[float | None, bool]:
+        """Return the norm of the whole gradient that the wrapper gives; call it on every rank.
+
+        It is the number that `finish()` returned in this step. Without one, it is the result of
+        `grad_norm()` or of `clip_grad_norm_(inf)`, which clips nothing, if the callable has such a
+        method.
+
+        Returns:
+            The norm, None if there is none, and whether `finish()` returned it.
+        """
+        norm = _number(self._finished)
+        if norm is not None:
+            return norm, True
+        if callable(getattr(self._call, "grad_norm", None)):
+            return _number(self._call.grad_norm()), False
+        if callable(getattr(self._call, "clip_grad_norm_", None)):
+            return _number(self._call.clip_grad_norm_(math.inf)), False
+        return None, False
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Return the parameters, as in `ParallelModel.full_parameters`."""
@@ -106,6 +129,15 @@ def _call_and_finish(made: Any) -> tuple[Callable[..., Any], Callable[[], Any], 
         )
         raise ValueError(f"{expected}; it returned {kinds}")
     return call, finish, told
+
+
+def _number(result: Any) -> float | None:
+    """Return a number or a tensor of one element as a float; None for anything else."""
+    if isinstance(result, Tensor) and result.numel() == 1:
+        return float(whole_tensor(result))
+    if isinstance(result, (int, float)) and not isinstance(result, bool):
+        return float(result)
+    return None
 
 
 def _nothing() -> None:

@@ -21,7 +21,17 @@ from distlab.parallel.layout import DATA_PARALLEL
 from distlab.precision import autocast
 from distlab.train.scaler import LossScaler
 
-LossFunction = Callable[[nn.Module, Any], Tensor]
+# A mean over a batch, or the sum over a batch and the number of examples or tokens that count.
+Loss = Tensor | tuple[Tensor, Tensor | float]
+LossFunction = Callable[[nn.Module, Any], Loss]
+
+
+def mean_loss(loss: Loss) -> Tensor:
+    """Return the mean over one batch, of a loss that is a mean or (sum, count)."""
+    if isinstance(loss, tuple):
+        total, count = loss
+        return total / count
+    return loss
 
 
 def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -50,7 +60,7 @@ def under_autocast(
 ) -> LossFunction:
     """Return a loss whose operators cast their inputs to the dtype that the parameters have."""
 
-    def cast(model: nn.Module, batch: Any) -> Tensor:
+    def cast(model: nn.Module, batch: Any) -> Loss:
         with autocast(device, dtype):
             return loss_fn(model, batch)
 
@@ -99,11 +109,17 @@ def compiled(model: TransformerLM, how: str, backend: str = "inductor") -> nn.Mo
 class TrainStep:
     """Training step on a list of micro-batches. Returns the mean loss of this rank, detached.
 
+    With a loss of (sum, count), the gradient is that of the mean over all examples or tokens that
+    count, of all micro-batches and ranks. The mean over ranks of what is returned is then that
+    mean.
+
     Args:
         model: model under a strategy of `distlab.parallel`. Forward and loss run under its
             `autocast()`.
         optimizer: optimizer over the wrapped model's parameters.
-        loss_fn: function `loss_fn(model, batch)` that returns a scalar loss, a mean over the batch.
+        loss_fn: function `loss_fn(model, batch)` that returns a scalar loss, a mean over the batch,
+            or (sum, count): the sum of the losses of the batch, and the number of examples or
+            tokens that count. It returns the same form for every batch.
         max_grad_norm: L2 norm over all ranks' shards to which averaged gradients are clipped. The
             norm before is left in `grad_norm`.
         scaler: loss scaler for fp16. A step in which any rank's gradient overflows is skipped on
@@ -139,11 +155,14 @@ class TrainStep:
     def __call__(self, micro_batches: Sequence[Any]) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
         scale = 1.0 if self.scaler is None else self.scaler.scale
+        count = None
         if self.model.pipeline is not None:
             total = self.model.pipeline.run(self.model, self.loss_fn, micro_batches, scale)
         else:
-            total = self._accumulate(micro_batches, scale)
+            total, count = self._accumulate(micro_batches, scale)
         self.model.finish_gradient_synchronization()
+        if count is not None:
+            total = total * self._divide_by_count(count)
         self.mark("forward_backward")
         if self.scaler is not None:
             self._unscale()
@@ -154,18 +173,51 @@ class TrainStep:
         self.mark("optimizer")
         return total
 
-    def _accumulate(self, micro_batches: Sequence[Any], scale: float) -> Tensor:
-        """Forward and backward of each, of which the last synchronizes; returns their mean loss."""
+    def _accumulate(
+        self, micro_batches: Sequence[Any], scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run forward and backward of each micro-batch, of which the last synchronizes.
+
+        Returns:
+            The mean loss and None, or the sum of all losses and their count (0-dim fp64).
+        """
         total = torch.zeros(())
+        count: Tensor | None = None
         for number, batch in enumerate(micro_batches):
             is_last = number == len(micro_batches) - 1
             with nullcontext() if is_last else self.model.no_sync():
                 with self.model.autocast():
                     loss = self.loss_fn(self.model, batch)
-                loss = loss / len(micro_batches)
+                if isinstance(loss, tuple):
+                    loss, counted = loss
+                    counted = torch.as_tensor(counted, dtype=torch.float64, device=loss.device)
+                    count = counted if count is None else count + counted
+                else:
+                    loss = loss / len(micro_batches)
                 (loss if scale == 1.0 else loss * scale).backward()
             total = total.to(loss.device) + loss.detach()
-        return total
+        return total, count
+
+    def _divide_by_count(self, count: Tensor) -> Tensor:
+        """Turn the gradients of sums into those of the mean over all ranks' counts.
+
+        After the last backward, because the count of a step is known only after its last forward,
+        and each forward is followed by its backward. Strategies add and average, so one factor at
+        the end is exact.
+
+        Returns:
+            The factor of this rank's sum in the mean over ranks.
+        """
+        group = self.model.process_group
+        ranks = 1
+        if group is not None:
+            count = collectives.sum_tensor(count, group)
+            ranks = group.size()
+        factor = ranks / count  # the strategy has divided by the ranks
+        with self.model.elementwise_gradient_edits():
+            for gradient in self.model.gradients().every():
+                gradient.mul_(factor)
+        return factor
 
     def _unscale(self) -> None:
         """Undo the loss scale and clip, in one pass over the gradients.

@@ -1,5 +1,7 @@
 """The training step: clipping, accumulation, the loss scale, and its phases."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +9,9 @@ from torch import nn
 from distlab.bench.reference import parameter_difference
 from distlab.bench.task import Task
 from distlab.bench.variant import variants
+from distlab.comm import collectives
 from distlab.model import TransformerLM, preset
-from distlab.parallel import Local
+from distlab.parallel import Local, get_strategy
 from distlab.train.data import SyntheticTokens
 from distlab.train.scaler import LossScaler
 from distlab.train.step import TrainStep
@@ -67,3 +70,49 @@ def test_peers_accumulate_as_one_process_does(context, strategy):
     task = Task(lambda seed, device: TransformerLM(config, device=device, seed=seed), thrice)
     (variant,) = variants([strategy], [0.02])
     assert parameter_difference(context, variant, steps=2, task=task) < 1e-6
+
+
+COUNTS = [[1, 5, 2], [4, 1, 3]]  # examples of each micro-batch of each rank
+
+
+def square_sum_and_count(model, x):
+    return model(x).square().sum(), len(x)
+
+
+@pytest.mark.parametrize(
+    "limit, scale", [(None, None), (0.1, None), (0.1, 1024.0)], ids=["plain", "clipped", "scaled"]
+)
+@pytest.mark.parametrize("strategy", ["naive", "bucketed", "zero1", "fsdp", "torch-ddp"])
+@on_two_ranks
+def test_a_sum_and_a_count_weigh_all_examples_of_all_ranks_alike(context, strategy, limit, scale):
+    """Two steps of three micro-batches of different sizes, against one batch of all examples."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    reference = torch.optim.SGD(alone.parameters(), lr=0.1)
+    model, optimizer = get_strategy(strategy).build(
+        copy.deepcopy(alone), context.group, torch.optim.SGD, {"lr": 0.1}
+    )
+    train = TrainStep(
+        model,
+        optimizer,
+        square_sum_and_count,
+        max_grad_norm=limit,
+        scaler=scale and LossScaler(scale=scale),
+        context=context,
+    )
+    for _ in range(2):
+        batches = [[torch.randn(count, 3) for count in of_rank] for of_rank in COUNTS]
+        loss = train(batches[context.rank])
+        examples = torch.cat([batch for of_rank in batches for batch in of_rank])
+        reference.zero_grad()
+        expected = alone(examples).square().sum() / len(examples)
+        expected.backward()
+        if limit is not None:
+            norm = nn.utils.clip_grad_norm_(alone.parameters(), limit)
+            torch.testing.assert_close(train.grad_norm, norm)
+        reference.step()
+        losses = collectives.gather_objects(loss.item(), context.group)
+        assert sum(losses) / 2 == pytest.approx(expected.item(), rel=1e-5)
+    trained = model.full_state_dict()
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(trained[name], parameter.detach(), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,252 @@
+"""Train on ranks and in one process, compare, and try again what is wrong."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import product
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from distlab.bench.task import Task, examined, own_task
+from distlab.bench.wrappers import wrapped_by
+from distlab.check.jobs import STEPS, Jobs
+from distlab.check.judge import Judge, NothingToCompare
+from distlab.check.messages import from_main, gather_on_main, on_all
+from distlab.check.reference import EACH_FORWARD, EACH_STEP, OWN_BUFFERS, Copy, Run, step_size
+from distlab.check.signatures import STALE, UNNAMED
+from distlab.check.tensors import Tensors
+from distlab.check.training import Trained, train
+from distlab.check.verdict import NORM, Finding, Verdict
+from distlab.comm import RankContext
+from distlab.comm.rank_process import on_main
+from distlab.parallel import Strategy, get_strategy
+
+MOST_MODULES = 32  # of which one at a time is tried with old weights
+
+
+def check(
+    context: RankContext,
+    task: Task,
+    strategy: Strategy,
+    *,
+    candidate: Task | None = None,
+    same_batch: bool = False,
+    micro_batches: int | None = None,
+    seed: int = 0,
+) -> Verdict:
+    """Train two steps on all ranks and in one process and compare them; call it on every rank.
+
+    Args:
+        candidate: task that the ranks train, if it is compared with another `task`.
+        same_batch: ranks get the same batches, as ranks do that share a model's layers or a
+            sequence.
+        micro_batches: number per rank and step. Default: ranks + 1, so that a factor of one cannot
+            be taken for a factor of the other. What is wrong then is tried again with one.
+
+    Returns:
+        The verdict, the same on every rank.
+
+    Raises:
+        ValueError: fewer than two ranks; a model that is random or not a number in one process, or
+            whose gradients are all zero; an error in forward, backward, step or wrapper, with its
+            place.
+        TimeoutError: a rank waited in a collective that not every rank calls.
+    """
+    if context.world_size < 2:
+        raise ValueError("one rank has no other to disagree with: give --nproc 2 or more")
+    # Messages of the check's own, which cannot meet those of a wrapper that some ranks do not send.
+    # A rank that failed waits here for the others, which may first wait for it until their own
+    # timeout.
+    patience = timedelta(seconds=4 * context.timeout_s + 60)
+    own = replace(context, group=dist.new_group(timeout=patience))
+    try:
+        lr = on_main(
+            own, lambda: step_size(task, task.batches(0, 0, own.device)[0], seed, own.device)
+        )
+        task, candidate = replace(task, lr=lr), replace(candidate or task, lr=lr)
+        jobs = Jobs(task, candidate, strategy, same_batch, seed)
+        if micro_batches is not None:
+            return _compare(own, context.group, jobs, micro_batches).verdict
+        return _compare_twice(own, context.group, jobs)
+    finally:
+        dist.destroy_process_group(own.group)
+
+
+def on_rank(
+    context: RankContext,
+    model: str,
+    wrap: str,
+    *,
+    batch: int = 4,
+    same_batch: bool = False,
+    micro_batches: int | None = None,
+    seed: int = 0,
+) -> Verdict:
+    """Check a user's model, named `package.module:function`, under a wrapper or a strategy.
+
+    The wrapper is named in the same form, the strategy by its name in the registry.
+
+    Raises:
+        ValueError, TimeoutError: as in `check`. Also if a factory fails or returns something else.
+    """
+    task = own_task(model, batch, seed)
+    examined(model, task, context, seed)
+    strategy = wrapped_by(wrap) if ":" in wrap else get_strategy(wrap)
+    return check(
+        context, task, strategy, same_batch=same_batch, micro_batches=micro_batches, seed=seed
+    )
+
+
+@dataclass(frozen=True)
+class _Compared:
+    verdict: Verdict
+    can_accumulate: bool
+
+
+def _compare_twice(own: RankContext, group: ProcessGroup, jobs: Jobs) -> Verdict:
+    """Compare with ranks + 1 micro-batches per step, and where that is wrong also with one.
+
+    A wrapper that averages in every backward is right in the usual loop of one backward per step.
+    It is accused of accumulation only if it says, by having `no_sync()`, that it can accumulate.
+    """
+    failure = None
+    try:
+        several = _compare(own, group, jobs, own.world_size + 1)
+    except ValueError as error:
+        if isinstance(error, NothingToCompare):
+            raise
+        failure = error
+    else:
+        if several.verdict.right:
+            return several.verdict
+    try:
+        one = _compare(own, group, jobs, 1)
+    except (ValueError, TimeoutError):
+        if failure is not None:
+            raise failure from None
+        return several.verdict
+    if failure is not None:
+        if one.can_accumulate or not one.verdict.right:
+            raise failure
+        raised = Finding("(the training step)", "error", 0, 0.0, str(failure))
+        return replace(one.verdict, accumulation=(raised,))
+    if one.verdict.right and not one.can_accumulate:
+        return replace(one.verdict, accumulation=several.verdict.findings)
+    if not one.can_accumulate and all(each.tensor == NORM for each in one.verdict.findings):
+        return one.verdict  # what several micro-batches break would hide the norm
+    return replace(several.verdict, right_with_one=one.verdict.right)
+
+
+def _compare(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int) -> _Compared:
+    """Train on ranks, repeat that on each rank without a wrapper, and judge on rank 0."""
+    trained = on_all(own, lambda: train(own, group, jobs, micro_batches))
+    everyone = gather_on_main(trained, own)
+    # Each step is repeated from the parameters that rank 0 had in it (they are judged as well), so
+    # that a difference of a last bit after the first step does not grow in the second.
+    parameters = from_main((trained.initial, trained.values), own)
+    copy = on_all(own, lambda: Copy(jobs.task, parameters[0], jobs.seed, own.device))
+    steps = [
+        jobs.batches(jobs.task, own.rank, step, micro_batches, own.device) for step in range(STEPS)
+    ]
+
+    def judged(
+        policy: str, main_states: Sequence[Sequence[Tensors]]
+    ) -> tuple[list[Finding], list["Run"]]:
+        run = on_all(
+            own,
+            lambda: copy.run(parameters, steps, parameters[0], policy, main_states, own),
+        )
+        runs = gather_on_main(run, own)
+        return on_main(own, lambda: Judge(everyone, runs, copy, jobs).findings()), runs
+
+    findings, runs = judged(OWN_BUFFERS, ())
+    if findings and copy.has_state and not jobs.same_batch:
+        main_states = from_main(runs[0].states if own.is_main else None, own)
+        for policy in (EACH_STEP, EACH_FORWARD):
+            found, others = judged(policy, main_states)
+            if len(found) < len(findings):
+                findings, runs = found, others
+            if not findings:
+                break
+    if any(
+        each.step == STEPS and each.what == "gradient" and each.signature in UNNAMED
+        for each in findings
+    ):
+        findings = _named_stale(own, copy, findings, everyone, trained, parameters, steps, jobs)
+    ranks = own.world_size
+
+    def verdict() -> Verdict:
+        loss = sum(rank.loss for rank in everyone) / ranks
+        expected = sum(run.loss for run in runs) / ranks
+        number = len(steps[0])
+        warning = Judge(everyone, runs, copy, jobs).warning()
+        return Verdict(
+            ranks,
+            number,
+            len(copy.trainable),
+            tuple(findings),
+            loss,
+            expected,
+            trained.finish,
+            warning=warning,
+        )
+
+    return _Compared(on_main(own, verdict), trained.can_accumulate)
+
+
+def _named_stale(
+    own: RankContext,
+    copy: Copy,
+    findings: list[Finding],
+    everyone: Sequence[Trained],
+    trained: Trained,
+    parameters: Sequence[Tensors],
+    steps: Sequence[Sequence[Any]],
+    jobs: Jobs,
+) -> list[Finding]:
+    """Rename findings if the second step read weights from before the first update.
+
+    That is tried by repeating the step with such weights.
+
+    All weights are tried, and those of one module at a time. Of each rank all of them are old, or
+    all but the part that its own optimizer has updated. They are old in the whole step, or new ones
+    arrive before the first backward or the second forward.
+    """
+    old, new = parameters
+    modules = {name.rpartition(".")[0] for name in copy.trainable}
+    sets = [set(copy.trainable)]
+    if len(modules) <= MOST_MODULES:
+        sets += [
+            {name for name in copy.trainable if name.rpartition(".")[0] == each}
+            for each in sorted(modules)
+        ]
+    for stale, keeps_own, arrival in product(sets, (False, True), (0, 1, 2)):
+        mixed = dict(new)
+        for name in stale:
+            mixed[name] = old[name].clone()
+            for start, number in trained.owned.get(name, ()) if keeps_own else ():
+                mixed[name].view(-1)[start : start + number] = new[name].reshape(-1)[
+                    start : start + number
+                ]
+        run = on_all(
+            own,
+            lambda mixed=mixed, arrival=arrival: copy.run(
+                (old, mixed),
+                steps,
+                old,
+                OWN_BUFFERS,
+                (),
+                own,
+                new if arrival > 0 else None,
+                arrival,
+            ),
+        )
+        others = gather_on_main(run, own)
+        left = on_main(
+            own, lambda others=others: Judge(everyone, others, copy, jobs).wrong_gradients()
+        )
+        if not left:
+            return [replace(each, signature=STALE) for each in findings]
+    return findings

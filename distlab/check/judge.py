@@ -1,0 +1,490 @@
+"""Which tensors differ, and the mistake that explains each."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from distlab.check.expected import SLACK, Expected, Right
+from distlab.check.jobs import STEPS, Jobs
+from distlab.check.norm import norm_error
+from distlab.check.reference import Copy, Run
+from distlab.check.signatures import (
+    ABSENT,
+    ADDED,
+    APART,
+    BUFFER,
+    DECAYED,
+    DIVIDED,
+    FIRST,
+    FROZEN,
+    LAST,
+    MEANS,
+    MICRO_DIVIDED,
+    MICRO_SUMMED,
+    MISSING,
+    MIXED,
+    NOT_A_NUMBER,
+    NOT_BROADCAST,
+    NOT_SENT,
+    NOT_STEPPED,
+    ONE_RANK,
+    OTHER_TENSOR,
+    OWN,
+    OWN_DIVIDED,
+    PART,
+    PREVIOUS,
+    ROUNDED,
+    SCALED,
+    SEQUENCE,
+    SHARE,
+    STEPPED_TWICE,
+    STEPPED_WRONG,
+    SUMMED,
+    TIED,
+    UNKNOWN,
+)
+from distlab.check.tensors import wide
+from distlab.check.training import Trained
+from distlab.check.verdict import NORM, Finding
+from distlab.check.weights import IGNORED, TARGETS_ALIKE
+
+
+class NothingToCompare(ValueError):
+    """The model in one process has no gradient to which another could be compared."""
+
+
+# signature, what each rank has, what it would have
+Candidate = tuple[str, Tensor, Sequence[Right]]
+
+
+class Judge:
+    """Findings about tensors that differ, with the mistake that explains each. Used on rank 0.
+
+    Args:
+        ranks: tensors of each rank.
+        runs: training of each rank without a wrapper.
+    """
+
+    def __init__(self, ranks: Sequence[Trained], runs: Sequence[Run], copy: Copy, jobs: Jobs):
+        self.ranks, self.runs, self.copy, self.jobs = ranks, runs, copy, jobs
+        dtypes = {name: parameter.dtype for name, parameter in copy.trainable.items()}
+        count = runs[0].micro_batches
+        self.expected = [
+            Expected([run.sums[step] for run in runs], dtypes, count, runs[0].at_end[step])
+            for step in range(STEPS)
+        ]
+
+    def findings(self) -> list[Finding]:
+        """Name what differs, by its earliest evidence: later steps follow from a wrong one.
+
+        Raises:
+            NothingToCompare: as in `check`.
+        """
+        return (
+            self._initial()
+            or self._gradients(1)
+            or self._values(1)
+            or self._gradients(2)
+            or self._values(2)
+            or self._buffers()
+            or self._norms()
+        )
+
+    def warning(self) -> str:
+        """Return a sentence if the loss seems to be a mean of means. Empty if it does not.
+
+        That is a loss that returns a scalar, for batches with different numbers of targets.
+        """
+        for number, expected in enumerate(self.expected, start=1):
+            alike = [1 / expected.ranks] * expected.ranks
+            means, over_targets, difference = 0.0, 0.0, 0.0  # sums of squares
+            for name in self.copy.trainable:
+                if TARGETS_ALIKE not in expected.of_ranks[0][name].others:
+                    break
+                right = expected.combination(name, alike, TARGETS_ALIKE).value
+                mean = expected.mean(name).value
+                means += mean.square().sum().item()
+                over_targets += right.square().sum().item()
+                difference += (mean - right).square().sum().item()
+            if over_targets > 0:
+                of_norm = abs(math.sqrt(means / over_targets) - 1)
+                of_gradient = math.sqrt(difference / over_targets)
+                return (
+                    f"{MEANS}. The micro-batches of step {number} have different numbers of targets "
+                    f"that are not {IGNORED}, and the loss returns one number. If that is their "
+                    f"mean, the norm of the gradient differs by {of_norm:.1%} from that of the mean "
+                    f"over all targets, and the gradient itself by {of_gradient:.1%} of that norm. "
+                    "To weigh all targets alike, return (sum, count) from the loss"
+                )
+        return ""
+
+    def _refuse_nothing(self, step: int) -> None:
+        """Raise NothingToCompare where one process has no gradients in a step."""
+        some = False
+        for name in self.copy.trainable:
+            mean = self.expected[step - 1].mean(name).value
+            if not mean.isfinite().all():
+                raise NothingToCompare(
+                    f"the gradient of {name} is not a number in one process either (step {step}): there is nothing to "
+                    "compare"
+                )
+            some = some or bool(mean.any())
+        if step == 1 and not some:
+            raise NothingToCompare(
+                f"every gradient is exactly zero in one process (loss {self.runs[0].loss:.6g}): there is nothing to "
+                "compare; give batches and weights for which the loss has a gradient"
+            )
+
+    def _initial(self) -> list[Finding]:
+        found = []
+        for name in self.ranks[0].initial:
+            each = torch.stack([wide(rank.initial[name]) for rank in self.ranks])
+            if not torch.equal(each.nan_to_num(), each[:1].expand_as(each).nan_to_num()):
+                found.append(
+                    Finding(name, "initial value", 0, _error(each, each[0]), NOT_BROADCAST)
+                )
+        return found
+
+    def _norms(self) -> list[Finding]:
+        """Find a wrong norm, of gradients that are right."""
+        found = []
+        for step, expected in enumerate(self.expected, start=1):
+            gradients = self.ranks[0].gradients[step - 1]
+            wrong = norm_error(expected, gradients, [rank.norms[step - 1] for rank in self.ranks])
+            if wrong is not None:
+                signature, error = wrong
+                found.append(Finding(NORM, "norm", step, error, signature))
+        return found
+
+    # -- gradients -------------------------------------------------------------------------------------------
+
+    def wrong_gradients(self) -> list[str]:
+        """Return the names of parameters whose gradient of the second step is not the right one."""
+        wrong = []
+        for name in self.copy.trainable:
+            mean = self.expected[-1].mean(name)
+            if not all(map(mean.agrees, self._seen(STEPS, name))):
+                wrong.append(name)
+        return wrong
+
+    def _seen(self, step: int, name: str) -> Tensor:
+        """Return every rank's gradient of a step, from 1 on."""
+        return torch.stack([wide(rank.gradients[step - 1][name]) for rank in self.ranks])
+
+    def _gradients(self, step: int) -> list[Finding]:
+        """Find the gradients of a step that differ.
+
+        Which tensors do may tell more than their values.
+        """
+        self._refuse_nothing(step)
+        expected = self.expected[step - 1]
+        named = {name: self._signature(step, name) for name in self.copy.trainable}
+        wrong = {name for name, signature in named.items() if signature is not None}
+        vectors = {name for name, parameter in self.copy.trainable.items() if parameter.ndim < 2}
+        found = []
+        for name in named:
+            signature = named[name]
+            if signature is None:
+                continue
+            if signature == SUMMED and wrong <= self.copy.tied < named.keys():
+                signature = TIED
+            # Only ranks that were given the same batch can have parts of a sequence.
+            elif signature == PART and self.jobs.same_batch and wrong <= vectors < named.keys():
+                signature += SEQUENCE
+            error = _error(self._seen(step, name), expected.mean(name).value)
+            found.append(Finding(name, "gradient", step, error, signature))
+        return found
+
+    def _signature(self, step: int, name: str) -> str | None:
+        """Return which mistake gives the gradients of a tensor; None if they are right."""
+        seen = self._seen(step, name)
+        mean = self.expected[step - 1].mean(name)
+        if all(map(mean.agrees, seen)):
+            return None
+        if not seen.isfinite().all():
+            return NOT_A_NUMBER
+        best, chosen = math.inf, None
+        # Zeros are near a small value, which does not make them that value.
+        factors = self._factors(step, name) if seen.any() else ()
+        for signature, rights in factors:
+            distance = max(right.distance(each) for each, right in zip(seen, rights, strict=True))
+            # In half precision several may be near enough: 1/P and 1/M, say. The nearest is it.
+            if distance <= 1 and distance < 0.5 * best:
+                best, chosen = distance, signature
+        if chosen is not None:
+            return chosen
+        for signature, values, rights in self._others(step, name, seen):
+            if all(right.agrees(each) for each, right in zip(values, rights, strict=True)):
+                return signature
+        if self._mixed_with_another(step, name, seen):
+            return OTHER_TENSOR
+        if not all(each.any() for each in seen):
+            return ABSENT
+        if not all(replace(mean, value=seen[0]).agrees(each) for each in seen):
+            return APART
+        if self._rounded(step, name, seen):
+            return ROUNDED
+        return self._of_two_steps(step, name, seen) or UNKNOWN
+
+    def _factors(self, step: int, name: str) -> Iterator[tuple[str, list[Right]]]:
+        """Yield each rank's gradients under mistakes in sums and divisions, the simplest first."""
+        expected = self.expected[step - 1]
+        ranks, micro_batches = expected.ranks, expected.micro_batches
+
+        def everywhere(weight: float, part: str = "own") -> list[Right]:
+            return [expected.combination(name, [weight] * ranks, part)] * ranks
+
+        yield SUMMED, everywhere(1.0)
+        yield DIVIDED, everywhere(1 / ranks**2)
+        yield OWN, [self._of_rank(step, name, rank, 1.0) for rank in range(ranks)]
+        yield OWN_DIVIDED, [self._of_rank(step, name, rank, 1 / ranks) for rank in range(ranks)]
+        if micro_batches > 1:
+            yield MICRO_SUMMED, everywhere(micro_batches / ranks)
+            yield MICRO_DIVIDED, everywhere(1 / micro_batches / ranks)
+            yield FIRST, everywhere(1 / ranks, "first")
+            yield LAST, everywhere(1 / ranks, "last")
+        for rank in range(ranks):
+            yield ONE_RANK, [self._of_rank(step, name, rank, 1.0)] * ranks
+        for rank in range(ranks):
+            for weight in (1 / ranks, 1 / (ranks - 1)):
+                weights = [0.0 if each == rank else weight for each in range(ranks)]
+                yield MISSING, [expected.combination(name, weights)] * ranks
+        for weighing in expected.of_ranks[0][name].others:
+            if weighing != TARGETS_ALIKE:  # that one is no mistake
+                yield MEANS, everywhere(1 / ranks, weighing)
+
+    def _of_rank(self, step: int, name: str, rank: int, weight: float) -> Right:
+        """Return weight × the gradient of one rank."""
+        expected = self.expected[step - 1]
+        weights = [weight if each == rank else 0.0 for each in range(expected.ranks)]
+        return expected.combination(name, weights)
+
+    def _others(self, step: int, name: str, seen: Tensor) -> Iterator[Candidate]:
+        """Give the values that other mistakes would give."""
+        ranks = len(seen)
+        mean = self.expected[step - 1].mean(name)
+        yield from self._other_steps(step, name, seen)
+        if seen.any() and not all(replace(mean, value=seen[0]).agrees(each) for each in seen):
+            yield PART, seen.sum(0)[None], [mean]
+            yield SHARE, seen.mean(0)[None], [mean]
+        factor = _slope(seen[0], mean.value)
+        is_noise = mean.agrees(torch.zeros_like(mean.value))
+        if abs(factor) > 1e-3 and seen[0].numel() > 1 and not is_noise:
+            yield SCALED, seen, [mean.plus(mean, 0.0, factor)] * ranks
+
+    def _other_steps(self, step: int, name: str, seen: Tensor) -> Iterator[Candidate]:
+        """Yield the gradients of this step and the next if the previous step's are used."""
+        ranks = len(seen)
+        before = self.expected[0].mean(name)
+        if step == 1:
+            # A gradient that comes a step late: in the second step it is that of the first.
+            late = self._seen(2, name)
+            second = self.expected[1].mean(name)
+            if before.value.any() and not all(map(second.agrees, late)):
+                yield PREVIOUS, late, [before] * ranks
+            return
+        yield PREVIOUS, seen, [before] * ranks
+        yield ADDED, seen, [self.expected[1].mean(name).plus(before)] * ranks
+
+    def _of_two_steps(self, step: int, name: str, seen: Tensor) -> str | None:
+        """Return MIXED if a gradient is a weighted mean of this step's and the previous step's."""
+        if step == 1 or seen[0].numel() < 4:
+            return None
+        now, before = self.expected[1].mean(name), self.expected[0].mean(name)
+        columns = torch.stack([now.value.flatten(), before.value.flatten()], 1)
+        weights = (
+            torch.linalg.lstsq(columns, seen[0].flatten()[:, None]).solution.flatten().tolist()
+        )
+        mixed = now.plus(before, weights[1], weights[0])
+        is_mean = all(0.01 < weight < 1 for weight in weights)
+        return MIXED if is_mean and all(map(mixed.agrees, seen)) else None
+
+    def _mixed_with_another(self, step: int, name: str, seen: Tensor) -> bool:
+        """Return whether on each rank some ranks' share of the mean is that of one other tensor."""
+        expected = self.expected[step - 1]
+        ranks = expected.ranks
+        if ranks > 8:
+            return False  # 2^P ways
+        alike = [each for each in self.copy.trainable if each != name]
+        alike = [
+            each
+            for each in alike
+            if self.copy.trainable[each].shape == self.copy.trainable[name].shape
+        ]
+        # A tensor whose gradient is noise explains nothing: its share cannot be seen.
+        alike = [
+            each for each in alike if not expected.mean(each).agrees(torch.zeros_like(seen[0]))
+        ]
+
+        def explains(other: str, theirs: Sequence[bool], value: Tensor) -> bool:
+            mine = expected.combination(name, [0.0 if each else 1 / ranks for each in theirs])
+            mixed = mine.plus(
+                expected.combination(other, [1 / ranks if each else 0.0 for each in theirs])
+            )
+            return mixed.agrees(value)
+
+        changed = False
+        for value in seen:
+            if expected.mean(name).agrees(value):
+                continue
+            ways = product(alike, product((False, True), repeat=ranks))
+            if not any(explains(other, theirs, value) for other, theirs in ways if any(theirs)):
+                return False
+            changed = True
+        return changed
+
+    def _rounded(self, step: int, name: str, seen: Tensor) -> bool:
+        """Return whether a gradient of higher precision has been through bf16 or fp16."""
+        expected = self.expected[step - 1]
+        if torch.finfo(expected.dtypes[name]).bits < 32:
+            return False
+        mean = expected.mean(name)
+        for dtype in (torch.bfloat16, torch.float16):
+            eps = torch.finfo(dtype).eps
+            own = torch.stack([rank[name].own for rank in expected.of_ranks])
+            rounding = expected.ranks * eps * own.abs().mean(0)  # P on the way in, P in the sum
+            if not bool(((seen - mean.value).abs() <= rounding + mean.element).all()):
+                continue
+            # Where the reduction was in that dtype, its result or its sum is a number of that
+            # dtype.
+            for factor in (1, expected.ranks):
+                scaled = seen * factor
+                if (scaled.to(dtype).double() - scaled).abs().le(1e-6 * scaled.abs()).all():
+                    return True
+            # Where only what was sent was rounded, the mean of the rounded ones has come.
+            for factor in (1, 1 / expected.ranks):
+                sent = (own * factor).to(dtype).double().mean(0) / factor
+                near = (seen - sent).abs() <= mean.element
+                # a value between two numbers may have been rounded to the other
+                if near.double().mean() > 0.9:
+                    return True
+        return False
+
+    # -- values after a step -----------------------------------------------------------------------------------
+
+    def _values(self, step: int) -> list[Finding]:
+        """Find what differs after a step whose gradients were right."""
+        found = []
+        for name in self.copy.trainable:
+            signature, error = self._update(step, name)
+            if signature is not None:
+                found.append(Finding(name, "value", step, error, signature))
+        for name in self.copy.frozen:
+            right = wide(self.ranks[0].initial[name])
+            after = self._after(step, name)
+            if not torch.equal(after.nan_to_num(), right.expand_as(after).nan_to_num()):
+                found.append(Finding(name, "value", step, _error(after, right), FROZEN))
+        not_sent = [finding for finding in found if finding.signature == NOT_SENT]
+        return not_sent or found
+
+    def _after(self, step: int, name: str) -> Tensor:
+        """Return every rank's value after a step."""
+        return torch.stack(
+            [wide((rank.final if step == STEPS else rank.values)[name]) for rank in self.ranks]
+        )
+
+    def _update(self, step: int, name: str) -> tuple[str | None, float]:
+        """Return which mistake gives the value after a step, None if it is right, and its error."""
+        before = wide((self.ranks[0].initial if step == 1 else self.ranks[0].values)[name])
+        after = self._after(step, name)
+        gradient = self.expected[step - 1].mean(name)
+        lr = self.jobs.task.lr
+        eps = torch.finfo(self.copy.trainable[name].dtype).eps
+
+        def updated(times: float) -> Right:
+            value = before - times * lr * gradient.value
+            # The product and the difference are each rounded by half an eps; a master copy in
+            # higher precision is not.
+            rounding = eps / 2 * (value.abs() + 2 * abs(times) * lr * gradient.value.abs()) * 1.01
+            rms = rounding.square().mean().sqrt().item() + abs(times) * lr * gradient.rms
+            return Right(
+                value, 2 * rounding + abs(times) * lr * gradient.element + 1e-30, rms + 1e-30
+            )
+
+        right = updated(1)
+        error = _error(after, right.value)
+        if all(map(right.agrees, after)):
+            return None, error
+        if not all(replace(right, value=after[0]).agrees(each) for each in after):
+            return NOT_SENT, error
+        if all(map(updated(2).agrees, after)):
+            return STEPPED_TWICE, error
+        if all(map(updated(0).agrees, after)):
+            return NOT_STEPPED, error
+        if self._decayed(before, after, gradient.value, updated, self.copy.trainable[name].dtype):
+            return DECAYED, error
+        return STEPPED_WRONG, error
+
+    def _decayed(
+        self,
+        before: Tensor,
+        after: Tensor,
+        gradient: Tensor,
+        updated: Callable[[float], Right],
+        dtype: torch.dtype,
+    ) -> bool:
+        """Return whether a value is (1 − d) · before − times · lr · gradient, for some d > 0.
+
+        The fitted `times` must be near 1.
+        """
+        if before.numel() < 3:
+            return False
+        right = updated(1)
+        tries = [(_slope(after[0] - right.value, before), 1.0)]
+        # Where the value has shrunk after the update, too, the update has with it.
+        columns = torch.stack([before.flatten(), -self.jobs.task.lr * gradient.flatten()], 1)
+        change = (after[0] - before).flatten()[:, None]
+        tries.append(tuple(torch.linalg.lstsq(columns, change).solution.flatten().tolist()))
+        for shrink, times in tries:
+            plain = updated(times)
+            rounding = torch.finfo(dtype).eps * before.abs()  # of two more products
+            usual = rounding.square().mean().sqrt().item()
+            # The fitted numbers are off by what the rounding of all elements does to them.
+            element = plain.element + 2 * rounding + 4 * usual
+            fitted = Right(plain.value + shrink * before, element, plain.rms + usual)
+            if shrink < 0 and abs(times - 1) < 0.1 and all(map(fitted.agrees, after)):
+                return True
+        return False
+
+    def _buffers(self) -> list[Finding]:
+        """Compare the buffers of every rank with those of the runs without a wrapper.
+
+        They are right if they follow the rank's own batches, the policy of the run, or rank 0 on
+        all ranks.
+        """
+        found = []
+        of_main = self.runs[0].states[-1][-1]
+        for name in of_main:
+            seen = [wide(rank.final[name]) for rank in self.ranks]
+            own = [wide(run.states[-1][-1][name]) for run in self.runs]
+            dtype = of_main[name].dtype
+            eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+            ways = (own, [own[0]] * len(own))
+            if not any(all(map(_close, seen, way, [eps] * len(way))) for way in ways):
+                error = max(
+                    _error(each[None], right) for each, right in zip(seen, own, strict=True)
+                )
+                found.append(Finding(name, "buffer", STEPS, error, BUFFER))
+        return found
+
+
+def _close(seen: Tensor, right: Tensor, eps: float) -> bool:
+    """Return whether a buffer is right, up to rounding."""
+    bound = 1e-6 + max(1e-5, SLACK * eps) * right.abs() if eps else torch.zeros_like(right)
+    same = (seen - right).abs() <= bound
+    return bool((same | (seen == right) | (seen.isnan() & right.isnan())).all())
+
+
+def _slope(seen: Tensor, right: Tensor) -> float:
+    """Return the factor that brings `right` nearest to `seen`."""
+    square = right.square().sum().item()
+    return (seen * right).sum().item() / square if square else 0.0
+
+
+def _error(found: Tensor, right: Tensor) -> float:
+    """Return the largest |Δ| over ranks and elements, relative to the largest element."""
+    return ((found - right).abs().max() / right.abs().max().clamp(min=1e-30)).item()

@@ -1,0 +1,289 @@
+"""The same steps in a copy of the model that no wrapper has touched."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distlab.bench.task import Task
+from distlab.check.messages import exchange
+from distlab.check.tensors import Tensors, copies, wide
+from distlab.check.weights import Weights, seen_in, weights_of
+from distlab.comm import RankContext
+from distlab.train.step import mean_loss
+
+# Whose buffers, such as running statistics, forward may read. Each is right, and a wrapper follows
+# one of them.
+OWN_BUFFERS = "each rank's own"
+EACH_STEP = "rank 0's, from the begin of each step on"
+EACH_FORWARD = "rank 0's, before each forward"
+
+
+def step_size(task: Task, batch: Any, seed: int, device: torch.device) -> float:
+    """Return the learning rate of the check.
+
+    It is the task's. For half precision it is large enough that the update can be seen.
+
+    A bf16 parameter keeps 8 bits, so an update of less than 1/256 of it is lost, and a wrong one
+    looks like a right one. The norm of the update becomes at least 8 eps of the norm of the
+    parameters.
+
+    Raises:
+        ValueError: the same weights and batch give two losses.
+    """
+    with torch.no_grad():
+        first, second = (
+            mean_loss(task.loss_fn(task.build(seed, device), batch)).item() for _ in range(2)
+        )
+    if abs(first - second) > 1e-6 * abs(first):
+        raise ValueError(
+            f"the model is random in forward: one batch and the same weights gave the losses {first:.6g} and "
+            f"{second:.6g}; draw from torch's generator, which is seeded before each batch, or call random.seed(0) or "
+            "numpy.random.seed(0) in loss(model, batch)"
+        )
+    module = task.build(seed, device)
+    halves = [p for p in module.parameters() if p.requires_grad and p.element_size() == 2]
+    if not halves:
+        return task.lr
+    mean_loss(task.loss_fn(module, batch)).backward()
+    size = math.sqrt(sum(p.detach().double().square().sum().item() for p in halves))
+    gradients = [p.grad.double() for p in halves if p.grad is not None]
+    slope = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients))
+    if not 0 < slope < math.inf:
+        return task.lr
+    eps = max(torch.finfo(p.dtype).eps for p in halves)
+    return max(task.lr, 8 * eps * size / slope)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums of one parameter's gradients over a rank's micro-batches in one step, in fp64.
+
+    Each gradient is that of the micro-batch's loss divided by the micro-batches, or by the share of
+    a rank in all counts, as in the training step.
+
+    Attributes:
+        own: sum of the gradients.
+        others: the same under other weighings of the micro-batches, by their names, see `Weights`.
+        first, last: gradients of the first and the last micro-batch.
+        magnitude: sum of the absolute values of the gradients.
+        partial: sum of the squares of the partial sums, which says how much the additions round.
+        noise: sum of the squares of the changes when parameters move by their last bit.
+        shift: sum of the changes.
+        largest: largest absolute value.
+    """
+
+    own: Tensor
+    others: dict[str, Tensor]
+    first: Tensor
+    last: Tensor
+    magnitude: Tensor
+    partial: Tensor
+    noise: Tensor
+    shift: Tensor
+    largest: float
+
+    @staticmethod
+    def of(gradients: Sequence[Tensor], moved: Sequence[Tensor], weights: Weights) -> "Sums":
+        """Add up the gradients of micro-batches, and those with moved parameters."""
+        plain = torch.stack([wide(gradient) for gradient in gradients])
+        change = torch.stack([wide(gradient) for gradient in moved]) - plain
+        change = _weighted(change.nan_to_num(0.0, 0.0, 0.0), weights.right)
+        each = _weighted(plain, weights.right)
+        others = {}
+        for name, factors in weights.others.items():
+            others[name] = _weighted(plain, factors).sum(0)
+        return Sums(
+            own=each.sum(0),
+            others=others,
+            first=each[0],
+            last=each[-1],
+            magnitude=each.abs().sum(0),
+            partial=each.cumsum(0).square().sum(0),
+            noise=change.square().sum(0),
+            shift=change.sum(0),
+            largest=each.abs().max().item(),
+        )
+
+    def part(self, name: str) -> Tensor:
+        """Return the sum with this name: "own", "first", "last" or a weighing of `others`."""
+        return self.others[name] if name in self.others else getattr(self, name)
+
+
+def _weighted(gradients: Tensor, weights: Sequence[float]) -> Tensor:
+    """Return the gradients of micro-batches, stacked in the first dimension, times their weights."""
+    factors = torch.tensor(weights, dtype=torch.float64)
+    return gradients * factors.view(-1, *[1] * (gradients.ndim - 1))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One rank's training without a wrapper.
+
+    Attributes:
+        sums: for each step, sums by parameter.
+        at_end: for each step, see `Weights`.
+        states: for each step, the buffers before each micro-batch and after the last.
+        loss: loss of the last step.
+        micro_batches: number per step.
+    """
+
+    sums: list[dict[str, Sums]]
+    at_end: list[float]
+    states: list[list[Tensors]]
+    loss: float
+    micro_batches: int
+
+
+class Copy:
+    """A copy of the model that no wrapper has touched, on each rank.
+
+    Attributes:
+        trainable: name → parameter, of those that train and have elements.
+        frozen: names of the other parameters.
+        tied: names of parameters that the module has under several names.
+        has_state: True if there are floating-point buffers, which forward may read and write.
+    """
+
+    def __init__(self, task: Task, initial: Tensors, seed: int, device: torch.device):
+        self.task = task
+        self.module = task.build(seed, device)
+        for name, parameter in self.module.named_parameters():
+            if name not in initial or initial[name].shape != parameter.shape:
+                raise ValueError(
+                    f"{name} is not there, or has another shape, under the wrapper: only whole parameters and DTensors "
+                    "can be compared"
+                )
+        named = dict(self.module.named_parameters())
+        self.trainable = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
+        self.frozen = [name for name in named if name not in self.trainable]
+        names = Counter(id(p) for _, p in self.module.named_parameters(remove_duplicate=False))
+        self.tied = {name for name, parameter in self.trainable.items() if names[id(parameter)] > 1}
+        self.has_state = any(buffer.is_floating_point() for buffer in self.module.buffers())
+
+    @torch.no_grad()
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Take over parameters and buffers, those that are given."""
+        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
+            if name in values:
+                tensor.data.copy_(values[name])
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """Move each parameter by its last bit, up or down at random."""
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.module.parameters():
+            if parameter.is_floating_point():
+                up = (
+                    torch.randint(0, 2, parameter.shape, generator=generator).to(parameter.device)
+                    * 2
+                    - 1
+                )
+                parameter.data += parameter.data * up * torch.finfo(parameter.dtype).eps
+
+    def _load_parameters(self, values: Tensors, buffers: set[str], moved: bool) -> None:
+        """Take over parameters, moved by their last bit or as they are."""
+        self.load({name: value for name, value in values.items() if name not in buffers})
+        if moved:
+            self.move()
+
+    def run(
+        self,
+        parameters: Sequence[Tensors],
+        steps: Sequence[Sequence[Any]],
+        initial: Tensors,
+        policy: str,
+        main_states: Sequence[Sequence[Tensors]],
+        own: RankContext,
+        late: Tensors | None = None,
+        arrival: int | None = None,
+    ) -> Run:
+        """Repeat the steps of this rank; call it on every rank.
+
+        Args:
+            parameters: for each step, parameters by name.
+            steps: for each step, its micro-batches.
+            initial: tensors by name, with the buffers before the first step.
+            policy: name of the buffers that forward reads, such as `OWN_BUFFERS`.
+            main_states: `Run.states` of rank 0, for a policy that reads its buffers.
+            own: this rank, with the group of the check's messages.
+            late: parameters that arrive during the last step, if they differ from the others.
+            arrival: phase before which `late` arrives: 1 the backward of the first micro-batch, 2
+                the second forward, 0 not in this step. None: there is no `late`.
+        """
+        if own.is_main:
+            policy = OWN_BUFFERS
+        all_sums, all_states, at_end, loss = [], [], [], 0.0
+        before = initial
+        for number, micro_batches in enumerate(steps):
+            read = {}  # micro-batch → buffers that it finds in place of its own
+            if policy == EACH_STEP:
+                read = {0: main_states[number][0]}
+            elif policy == EACH_FORWARD:
+                read = dict(enumerate(main_states[number][:-1]))
+            then = late if number == len(steps) - 1 else None
+            step = (parameters[number], then, arrival, micro_batches, before, read)
+            gradients, states, losses, counts = self._step(*step, moved=False)
+            weights = weights_of(exchange(own, seen_in(micro_batches, counts)), own.rank)
+            loss = 0.0
+            for weight, of_batch in zip(weights.right, losses, strict=True):
+                loss += weight * of_batch
+            # With weights that did not arrive in time, only the values are wanted, and not their
+            # noise.
+            others = gradients if arrival is not None else self._step(*step, moved=True)[0]
+            sums = {}
+            for name in self.trainable:
+                sums[name] = Sums.of(
+                    [each[name] for each in gradients], [each[name] for each in others], weights
+                )
+            all_sums.append(sums)
+            at_end.append(weights.at_end)
+            all_states.append(states)
+            before = states[-1]
+        return Run(all_sums, at_end, all_states, loss, len(steps[0]))
+
+    def _step(
+        self,
+        parameters: Tensors,
+        late: Tensors | None,
+        arrival: int | None,
+        micro_batches: Sequence[Any],
+        before: Tensors,
+        read: Mapping[int, Tensors],
+        moved: bool,
+    ) -> tuple[list[Tensors], list[Tensors], list[float], list[float | None]]:
+        """Repeat one step. Return the gradients, the buffers, the losses and the counts.
+
+        The buffers are those before each micro-batch and after the last. Of each micro-batch, the
+        loss is its mean divided by the micro-batches, and the count None. Or they are (sum, count),
+        as its loss function returns them.
+        """
+        buffers = {name for name, _ in self.module.named_buffers()}
+        self._load_parameters(parameters, buffers, moved)
+        self.load({name: value for name, value in before.items() if name in buffers})
+        gradients, states, losses, counts = [], [], [], []
+        for number, batch in enumerate(micro_batches):
+            if 2 * number == arrival and late is not None:
+                self._load_parameters(late, buffers, moved)
+            if number in read:
+                self.load(read[number])
+            states.append(copies({}, self.module))
+            for parameter in self.trainable.values():
+                parameter.grad = torch.zeros_like(parameter)
+            loss, count = self.task.loss_fn(self.module, batch), None
+            if isinstance(loss, tuple):
+                loss, count = loss[0], float(loss[1])
+            else:
+                loss = loss / len(micro_batches)
+            if 2 * number + 1 == arrival and late is not None:
+                self._load_parameters(late, buffers, moved)
+            loss.backward()
+            losses.append(loss.item())
+            counts.append(count)
+            gradients.append({name: p.grad.cpu().clone() for name, p in self.trainable.items()})
+        states.append(copies({}, self.module))
+        return gradients, states, losses, counts

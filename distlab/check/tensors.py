@@ -1,0 +1,25 @@
+"""Copies of a model's tensors by the names of the bare module."""
+
+import torch
+from torch import Tensor, nn
+
+from distlab.parallel.shard import plain_name
+
+Tensors = dict[str, Tensor]
+
+
+def plain(name: str) -> str:
+    """Return the name in the bare module, without parts from compilation and checkpointing."""
+    return plain_name(name).replace("_checkpoint_wrapped_module.", "")
+
+
+def copies(parameters: Tensors, module: nn.Module | None = None) -> Tensors:
+    """Return copies on the CPU of parameters, and of the buffers of a module."""
+    together = parameters if module is None else parameters | dict(module.named_buffers())
+    return {plain(name): tensor.detach().cpu().clone() for name, tensor in together.items()}
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Return a tensor in fp64 on the CPU; a complex one with its two parts as a last dimension."""
+    tensor = tensor.detach().cpu()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()

@@ -1,0 +1,155 @@
+"""Two training steps on the ranks, under the strategy or the user's wrapper."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import ProcessGroup
+
+from distlab.bench.task import blamed
+from distlab.bench.wrappers import UserWrapper, whole_tensor
+from distlab.check.jobs import STEPS, Jobs
+from distlab.check.messages import exchange
+from distlab.check.norm import Norm
+from distlab.check.tensors import Tensors, copies, plain, wide
+from distlab.comm import RankContext
+from distlab.comm.rank_process import is_lost_peer
+from distlab.parallel import ParallelModel, stepped
+from distlab.parallel.shard import local_part
+from distlab.train.step import TrainStep
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Tensors of one rank by name. Sharded ones are gathered from all ranks."""
+
+    initial: Tensors  # parameters and buffers
+    gradients: list[Tensors]  # of each step
+    norms: list[Norm]  # of each step
+    values: Tensors  # parameters in the second step, after its backward
+    final: Tensors  # parameters and buffers
+    loss: float
+    finish: str
+    can_accumulate: bool
+    # name → (first element, number) that only this rank's optimizer steps
+    owned: dict[str, list[tuple[int, int]]]
+
+
+def train(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int) -> Trained:
+    """Train two steps under the strategy.
+
+    Raises:
+        ValueError, TimeoutError: as in `check`.
+    """
+    task, strategy = jobs.candidate, jobs.strategy
+    with _explained(strategy.name, own.timeout_s):
+        module = task.build(jobs.seed + own.rank, own.device)
+        num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+        size_mb = num_bytes / 2**20 / 4  # at least four buckets
+        model, optimizer = strategy.build(
+            module, group, torch.optim.SGD, {"lr": jobs.task.lr}, bucket_size_mb=size_mb
+        )
+        initial = copies(model.full_parameters(), module)
+        gradients, norms, values = [], [], {}
+
+        def keep(phase: str) -> None:
+            if phase != "forward_backward":
+                return
+            gradients.append(_whole_gradients(model, own))
+            norms.append(_norm_of(model))
+            if len(gradients) == STEPS:
+                # Not right after the first step: reading them there would wait for messages that
+                # the next forward may have forgotten to wait for.
+                values.update(copies(model.full_parameters()))
+
+        train_step = TrainStep(model, optimizer, task.loss_fn, mark=keep)
+        losses = []
+        for step in range(STEPS):
+            losses.append(train_step(jobs.batches(task, own.rank, step, micro_batches, own.device)))
+        final = copies(model.full_parameters(), module)
+        owned = _owned(model, optimizer)
+        model.close(restore=False)
+    finish = getattr(model, "finish", "")
+    can_accumulate = getattr(model, "can_accumulate", True)
+    return Trained(
+        initial,
+        gradients,
+        norms,
+        values,
+        final,
+        losses[-1].item(),
+        finish,
+        can_accumulate,
+        owned,
+    )
+
+
+@torch.no_grad()
+def _whole_gradients(model: ParallelModel, own: RankContext) -> Tensors:
+    """Return the gradient of every trainable parameter on this rank; sharded ones are gathered."""
+    model.gradients()  # under ZeRO-1, lets shards have their gradients
+    whole, trained = {}, False
+    parts = {}  # name → (first element, values); a rank may have no element of a parameter
+    for shard in model.shards():
+        tensor, name = shard.tensor, plain(shard.name)
+        if not tensor.requires_grad:
+            continue
+        gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        if shard.replicated or hasattr(tensor, "full_tensor"):
+            whole[name] = whole_tensor(gradient).cpu().clone()
+        else:
+            whole[name] = torch.zeros(shard.shape, dtype=gradient.dtype)
+            parts[name] = (shard.start, shard.like(name, gradient).values.cpu().clone())
+        trained = trained or tensor.grad is not None
+    everyone = exchange(own, (trained, parts))
+    if not any(trained for trained, _ in everyone):
+        raise ValueError(
+            "no parameter of the module got a gradient: a wrapper must train the module it is given"
+        )
+    for _, of_rank in everyone:
+        for name, (start, values) in of_rank.items():
+            whole[name].view(-1)[start : start + len(values)] = values
+    return whole
+
+
+@torch.no_grad()
+def _norm_of(model: ParallelModel) -> Norm:
+    """Return the norm that the wrapper gives, and the sizes of this rank's shards."""
+    value, before_factor = None, False
+    if isinstance(model, UserWrapper):
+        value, before_factor = model.own_norm()
+    shards: dict[str, float] = {}
+    for shard in model.shards():
+        placements = getattr(shard.tensor, "placements", ())
+        is_sharded = not shard.replicated or any(each.is_shard() for each in placements)
+        if is_sharded and shard.tensor.grad is not None:
+            local = wide(local_part(shard.tensor.grad))
+            shards[plain(shard.name)] = local.square().sum().item()
+    return Norm(value, before_factor, shards)
+
+
+def _owned(
+    model: ParallelModel, optimizer: torch.optim.Optimizer
+) -> dict[str, list[tuple[int, int]]]:
+    """Return the parts of parameters that this rank's optimizer steps and others do not."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for shard in stepped(model, optimizer):
+        if not shard.replicated and not hasattr(shard.tensor, "full_tensor"):
+            found.setdefault(plain(shard.name), []).append((shard.start, shard.tensor.numel()))
+    return found
+
+
+@contextmanager
+def _explained(name: str, timeout_s: float) -> Iterator[None]:
+    """Turn an error on this rank into one sentence."""
+    try:
+        with blamed(name, "the training step", "under"):
+            yield
+    except ValueError as error:
+        if error.__cause__ is None or not is_lost_peer(error.__cause__):
+            raise
+        raise TimeoutError(
+            f"under {name}, a rank waited {timeout_s:g} s (--timeout) in a collective that the others did not join: "
+            "every rank must make the same calls in the same order"
+        ) from error
