@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from distlab.comm import collectives
-from distlab.parallel.bucketed import GradientBucket
+from distlab.parallel.bucketed import GradientBucket, withdraw_targets
 from distlab.parallel.buckets import plan_of
 from distlab.parallel.ddp import DataParallel
 
@@ -42,3 +42,8 @@ class FlatDDP(DataParallel):
         for bucket, work in zip(self._buckets, started, strict=True):
             collectives.wait(work, self.process_group, "averaging gradients")
             bucket.unpack()
+
+    def close(self, *, restore: bool = True) -> None:
+        """Detach every hook; see `DataParallel.close`."""
+        withdraw_targets(self.trainable)
+        super().close()

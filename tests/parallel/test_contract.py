@@ -228,7 +228,8 @@ def run_recipe(context, recipe, registration):
     names = vars(registry) | names
     exec(function, names)
     strategy = eval(entry.strip(), names)
-    model, _ = strategy.build(nn.Linear(2, 2), context.group, torch.optim.SGD, {"lr": 0.1})
+    module = nn.Linear(2, 2, device=context.device)
+    model, _ = strategy.build(module, context.group, torch.optim.SGD, {"lr": 0.1})
     assert type(model) is names["LateDDP"] and model.process_group is context.group
 
 

@@ -42,6 +42,18 @@ def test_a_target_is_given_away_once_and_only_without_a_gradient():
     assert gradient_target(weight) is None  # used twice in one graph
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["flat", "bucketed"])
+def test_a_closed_wrapper_offers_no_memory(context, name):
+    module = torch.nn.Linear(3, 2)
+    wrapper, _ = get_strategy(name).build(module, context.group, torch.optim.SGD)
+    wrapper(torch.ones(1, 3)).sum().backward()
+    wrapper.finish_gradient_synchronization()
+    assert "gradient_target" in module.weight.__dict__
+    wrapper.close()
+    assert not any("gradient_target" in parameter.__dict__ for parameter in module.parameters())
+
+
 def averages_what_the_model_writes(context, name, tied, set_to_none):
     config = replace(preset("tiny"), context_length=32, tie_embeddings=tied)
     data = SyntheticTokens(
