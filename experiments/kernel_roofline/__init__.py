@@ -24,7 +24,7 @@ registers, and `add_gelu`, which torch.compile makes one kernel and ours are two
 All variants of a row are timed in interleaved rounds, because clocks drift with the GPU's power and
 temperature.
 
-The rows are in `cases`, clocks and ceilings in `timing`, the prediction in `prediction`.
+The rows are in `cases`, clocks and ceilings in `device_times`, the prediction in `prediction`.
 """
 
 import dataclasses
@@ -43,9 +43,9 @@ from distlab.measure import allocated_bytes, attempt, call_ms, launched, peak_me
 from . import cases as table
 from .cases import VARIANTS, Case, Function, first, leaves, runner, upstream_of, with_gradients
 from .chains import CHAINS, STEPS, TRAFFIC, accounts, chain_case
+from .device_times import Prepared, calls_within, ceilings, device_ms, fits, prepare, spills
 from .prediction import predicted
-from .timing import Prepared, calls_within, ceilings, device_ms, fits, prepare, spills
-from .view import COMPARISON, VIEW, beside_peers, compare
+from .tables import COMPARISON, VIEW, beside_peers, compare
 
 # Inductor's matmuls by its own Triton templates, the best of those it tries; without this it takes
 # cuBLAS's.
@@ -61,7 +61,7 @@ TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 4e-2}
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Options):
+class RooflineConfig(Options):
     """One run: operations × directions × variants rows."""
 
     only: tuple[str, ...] = option((), "operations to time [all]")
@@ -145,7 +145,7 @@ PRESETS = {
 }
 
 
-def measure(config: Config, context: RankContext, run: Run) -> None:
+def measure(config: RooflineConfig, context: RankContext, run: Run) -> None:
     """Add a row per operation, direction and variant, and then compare ours with all others."""
     device = context.device.type
     limits = ceilings(device, config.repeat_ms)
@@ -184,7 +184,7 @@ class Row:
     """
 
     def __init__(
-        self, case: Case, direction: str, variants: list[str], config: Config, device: str
+        self, case: Case, direction: str, variants: list[str], config: RooflineConfig, device: str
     ):
         self.case, self.direction, self.config, self.device = case, direction, config, device
         self.inputs = case.inputs(device)
@@ -347,4 +347,6 @@ def _rates(
     return rates
 
 
-EXPERIMENT = Experiment(Config, measure, VIEW, presets=PRESETS, gpus=1, parts=(COMPARISON, TRAFFIC))
+EXPERIMENT = Experiment(
+    RooflineConfig, measure, VIEW, presets=PRESETS, gpus=1, parts=(COMPARISON, TRAFFIC)
+)

@@ -35,7 +35,7 @@ from kernels import reference
 
 from .cases import Case, Function, Normal, Operation, Shape
 from .prediction import naive_bytes
-from .view import headline
+from .tables import headline
 
 SCALE = 0.125  # factor of the step `scale`
 
@@ -258,7 +258,7 @@ def accounting(
     Args:
         case: the chain.
         rows: variant → its record.
-        limits: rates of this run, see `timing.ceilings`.
+        limits: rates of this run, see `device_times.ceilings`.
     """
     graph = chain_graph(case.chain, case.shape, getattr(torch, case.dtype).itemsize)
     steps = _step_rows(case.chain, graph, limits)

@@ -18,7 +18,7 @@ from experiments.kernel_roofline.chains import (
     chain_operation,
     in_one_kernel,
 )
-from experiments.kernel_roofline.view import compare
+from experiments.kernel_roofline.tables import compare
 from kernels import _dispatch
 from tests.experiments.frame import measured
 from tests.experiments.noisy import Noise, each_seed, side_of_one

@@ -11,11 +11,11 @@ import torch
 from distlab.experiment import lone_context
 from distlab.measure.memory_traffic import KINDS
 from distlab.report import Record
-from experiments.kernel_roofline import EXPERIMENT, PRESETS, Config, build
+from experiments.kernel_roofline import EXPERIMENT, PRESETS, RooflineConfig, build
 from experiments.kernel_roofline import cases as rows
+from experiments.kernel_roofline.device_times import fits
 from experiments.kernel_roofline.prediction import naive_bytes, predicted
-from experiments.kernel_roofline.timing import fits
-from experiments.kernel_roofline.view import compare, headline, verdicts, wall_notes
+from experiments.kernel_roofline.tables import compare, headline, verdicts, wall_notes
 from tests.commands import python
 from tests.experiments.frame import measured
 from tests.experiments.noisy import Noise, each_seed, side_of_one
@@ -29,7 +29,7 @@ def test_operations_are_right_in_the_smoke_run(smoke):
 
 
 def test_every_operation_is_timed_in_each_size():
-    config = Config(only=("add",), small=True, shrink=(1, 4, 64))
+    config = RooflineConfig(only=("add",), small=True, shrink=(1, 4, 64))
     assert [case.shape for case in config.cases()] == [(4, 64), (1, 64), (1, 64)]
 
 
@@ -60,7 +60,7 @@ def test_what_graphs_hold_must_fit_with_room_to_spare(monkeypatch):
 @pytest.mark.parametrize("together", [True, False])
 def test_graphs_of_all_variants_on_a_gpu(together, tmp_path, monkeypatch):
     monkeypatch.setattr("experiments.kernel_roofline.fits", lambda held: together)
-    config = Config(
+    config = RooflineConfig(
         small=True,
         only=("matmul_gelu", "linear_gelu_dropout"),
         repeat_ms=4,
@@ -237,7 +237,7 @@ def test_a_resumed_run_names_the_ceilings_of_every_process():
 PLANNED = """
 import torch
 from unittest import mock
-from experiments.kernel_roofline.timing import spills
+from experiments.kernel_roofline.device_times import spills
 from kernels import _dispatch, _recorder, softmax
 from kernels._compile import compile_for
 

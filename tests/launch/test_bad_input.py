@@ -131,7 +131,10 @@ MISTAKES = {
         ),
     ],
     "show": [
-        ("bare.json", "bare.json: a record lacks what is needed of it (KeyError: 'size')"),
+        (
+            "bare.json",
+            "bare.json: the headline of ddp_bench names 'size', which its records do not hold",
+        ),
         (
             "missing.json",
             "missing.json does not exist: give a run as `distlab runs` names it",
