@@ -114,11 +114,12 @@ class Judge:
                 of_norm = abs(math.sqrt(means / over_targets) - 1)
                 of_gradient = math.sqrt(difference / over_targets)
                 return (
-                    f"{MEANS}. The micro-batches of step {number} have different numbers of targets "
-                    f"that are not {IGNORED}, and the loss returns one number. If that is their "
-                    f"mean, the norm of the gradient differs by {of_norm:.1%} from that of the mean "
-                    f"over all targets, and the gradient itself by {of_gradient:.1%} of that norm. "
-                    "To weigh all targets alike, return (sum, count) from the loss"
+                    f"{MEANS}. The micro-batches of step {number} have different numbers of "
+                    f"targets that are not {IGNORED}, and the loss returns one number. If that is "
+                    f"their mean, the norm of the gradient differs by {of_norm:.1%} from that of "
+                    "the mean over all targets, and the gradient itself by "
+                    f"{of_gradient:.1%} of that norm. To weigh all targets alike, return "
+                    "(sum, count) from the loss"
                 )
         return ""
 
@@ -129,14 +130,14 @@ class Judge:
             mean = self.expected[step - 1].mean(name).value
             if not mean.isfinite().all():
                 raise NothingToCompare(
-                    f"the gradient of {name} is not a number in one process either (step {step}): there is nothing to "
-                    "compare"
+                    f"the gradient of {name} is not a number in one process either (step {step}): "
+                    "there is nothing to compare"
                 )
             some = some or bool(mean.any())
         if step == 1 and not some:
             raise NothingToCompare(
-                f"every gradient is exactly zero in one process (loss {self.runs[0].loss:.6g}): there is nothing to "
-                "compare; give batches and weights for which the loss has a gradient"
+                f"every gradient is exactly zero in one process (loss {self.runs[0].loss:.6g}): "
+                "there is nothing to compare; give batches and weights for which the loss has a gradient"
             )
 
     def _initial(self) -> list[Finding]:
@@ -160,7 +161,7 @@ class Judge:
                 found.append(Finding(NORM, "norm", step, error, signature))
         return found
 
-    # -- gradients -------------------------------------------------------------------------------------------
+    # -- gradients ---------------------------------------------------------------------------------
 
     def wrong_gradients(self) -> list[str]:
         """Return the names of parameters whose gradient of the second step is not the right one."""
@@ -364,7 +365,7 @@ class Judge:
                     return True
         return False
 
-    # -- values after a step -----------------------------------------------------------------------------------
+    # -- values after a step -----------------------------------------------------------------------
 
     def _values(self, step: int) -> list[Finding]:
         """Find what differs after a step whose gradients were right."""

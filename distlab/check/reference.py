@@ -41,8 +41,10 @@ def step_size(task: Task, batch: Any, seed: int, device: torch.device) -> float:
         )
     if abs(first - second) > 1e-6 * abs(first):
         raise ValueError(
-            f"the model is random in forward: one batch and the same weights gave the losses {first:.6g} and "
-            f"{second:.6g}; draw from torch's generator, which is seeded before each batch, or call random.seed(0) or "
+            f"the model is random in forward: one batch and the same weights gave the losses "
+            f"{first:.6g} and "
+            f"{second:.6g}; draw from torch's generator, which is seeded before each batch, or "
+            "call random.seed(0) or "
             "numpy.random.seed(0) in loss(model, batch)"
         )
     module = task.build(seed, device)
@@ -155,7 +157,8 @@ class Copy:
         for name, parameter in self.module.named_parameters():
             if name not in initial or initial[name].shape != parameter.shape:
                 raise ValueError(
-                    f"{name} is not there, or has another shape, under the wrapper: only whole parameters and DTensors "
+                    f"{name} is not there, or has another shape, under the wrapper: only whole "
+                    "parameters and DTensors "
                     "can be compared"
                 )
         named = dict(self.module.named_parameters())

@@ -150,6 +150,7 @@ def _explained(name: str, timeout_s: float) -> Iterator[None]:
         if error.__cause__ is None or not is_lost_peer(error.__cause__):
             raise
         raise TimeoutError(
-            f"under {name}, a rank waited {timeout_s:g} s (--timeout) in a collective that the others did not join: "
+            f"under {name}, a rank waited {timeout_s:g} s (--timeout) in a collective that the "
+            "others did not join: "
             "every rank must make the same calls in the same order"
         ) from error

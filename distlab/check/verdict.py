@@ -93,7 +93,8 @@ class Verdict:
             parts.append(tabulate(rows, titles, disable_numparse=True) + more)
         if self.findings and self.right_with_one:
             parts.append(
-                "With one micro-batch per step it is right: look at no_sync() and at what accumulates."
+                "With one micro-batch per step it is right: look at no_sync() and at what "
+                "accumulates."
             )
         parts.append(
             f"loss of step {STEPS}: {self.loss:.6g}, in one process {self.expected_loss:.6g}"

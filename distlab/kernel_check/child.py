@@ -33,7 +33,7 @@ POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Examination:
-    """What a child is to do.
+    """Work for a child.
 
     Attributes:
         function: kernel, as `package.module:function`.
@@ -54,7 +54,7 @@ class Examination:
 
 
 class _Watched:
-    """What the parent knows of a child from its messages.
+    """Knowledge of the parent about a child, from its messages.
 
     Attributes:
         number: number of the case that runs.

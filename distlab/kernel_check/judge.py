@@ -36,7 +36,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a kernel did with one input.
+    """Result of a kernel on one input.
 
     Attributes:
         case: the input.
@@ -162,7 +162,7 @@ class Run:
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward ran."""
+        """True if a backward ran."""
         return bool(self.gradients)
 
 

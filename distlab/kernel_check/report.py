@@ -59,7 +59,7 @@ class Report:
 
     @property
     def is_right(self) -> bool:
-        """Whether the plain case ran and no case is wrong."""
+        """True if the plain case ran and no case is wrong."""
         return self.right > 0 and not self.wrong
 
     def add(self, outcome: Outcome) -> None:

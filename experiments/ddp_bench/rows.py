@@ -75,7 +75,7 @@ class Row:
 
     @property
     def is_timed(self) -> bool:
-        """Whether there are samples of its steps."""
+        """True if there are samples of its steps."""
         return self.timing is not None and not self.timing.out_of_memory
 
     def metrics(self, config: DDPBenchConfig, context: RankContext) -> Metrics:
@@ -324,7 +324,7 @@ def explain_rows(
 
 @dataclass
 class StepPicture:
-    """What the timeline draws: for each label, the lanes of a step and the starts of its phases."""
+    """Content of the timeline: for each label, the lanes of a step and the starts of its phases."""
 
     lanes: dict = field(default_factory=dict)
     phases: dict = field(default_factory=dict)

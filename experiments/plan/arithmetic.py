@@ -14,6 +14,7 @@ costs.
 import argparse
 import dataclasses
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -83,7 +84,7 @@ Answer = tuple[str, dict[str, Any]]  # in words, and in numbers
 
 
 @dataclass(frozen=True)
-class Calculation(Options):
+class Calculation(Options, ABC):
     """Options of every calculation. An option that is None or () must be given."""
 
     gpu: str = option("H100", "name of a GPU", choices=tuple(GPUS))
@@ -95,9 +96,9 @@ class Calculation(Options):
         """Datasheet of the named GPU."""
         return GPUS[self.gpu]
 
+    @abstractmethod
     def answer(self) -> Answer:
         """Return the answer in words and in numbers."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
