@@ -137,7 +137,8 @@ class Judge:
         if step == 1 and not some:
             raise NothingToCompare(
                 f"every gradient is exactly zero in one process (loss {self.runs[0].loss:.6g}): "
-                "there is nothing to compare; give batches and weights for which the loss has a gradient"
+                "there is nothing to compare; give batches and weights for which the loss has a "
+                "gradient"
             )
 
     def _initial(self) -> list[Finding]:

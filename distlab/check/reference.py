@@ -117,7 +117,7 @@ class Sums:
 
 
 def _weighted(gradients: Tensor, weights: Sequence[float]) -> Tensor:
-    """Return the gradients of micro-batches, stacked in the first dimension, times their weights."""
+    """Return the gradients of micro-batches times their weights, stacked in dimension 0."""
     factors = torch.tensor(weights, dtype=torch.float64)
     return gradients * factors.view(-1, *[1] * (gradients.ndim - 1))
 

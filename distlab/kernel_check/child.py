@@ -216,28 +216,28 @@ def main(settings: str, descriptor: str) -> None:
     pipe = os.fdopen(int(descriptor), "w")
     torch.set_num_threads(1)
 
-    def tell(**message: Any) -> None:
+    def tell(message: dict[str, Any]) -> None:
         pipe.write(json.dumps(message) + "\n")
         pipe.flush()
 
     def begin(number: int, case: Case) -> None:
-        tell(begin=number, case=str(case))
+        tell({"begin": number, "case": str(case)})
 
     def end(outcome: Outcome) -> None:
         counts = asdict(outcome)
         del counts["case"]
-        tell(outcome=counts)
+        tell({"outcome": counts})
 
     def found(finding: Finding) -> None:
-        tell(finding=asdict(finding))
+        tell({"finding": asdict(finding)})
 
     def rest(count: int) -> None:
-        tell(left=count)
+        tell({"left": count})
 
     try:
         function = factory_of(work.function, "distlab kernel")
     except ValueError as error:
-        tell(error=str(error))
+        tell({"error": str(error)})
         return
     examine(
         function,
@@ -254,9 +254,9 @@ def main(settings: str, descriptor: str) -> None:
         skipped=work.skipped,
     )
     if works(torch.device(work.device)):
-        tell(done=True)
+        tell({"done": True})
     else:  # another process goes on with the next input
-        tell(again=True)
+        tell({"again": True})
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from distlab.kernel_check.operations import Operation
 # Errors of torch's own operation that a kernel may have. Its order of summation may be better or
 # worse than torch's, and on a GPU exp and division are approximate.
 TIMES_TORCH = 6
-# Times the change of the exact result when each input changes by a rounding of fp32. Kernels compute
-# in fp32, so this much cannot be avoided where the result is sensitive, as with large logits.
+# Times the change of the exact result when each input changes by a rounding of fp32. Kernels
+# compute in fp32, so this much cannot be avoided where the result is sensitive, as with large logits.
 TIMES_CONDITION = 4
 # Roundings of each element that are allowed in any case, in units of the dtype's eps.
 ROUNDINGS = {torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}
