@@ -13,6 +13,7 @@ Without installing, the same is `python -m launch`.
     distlab train | sample [options]              train a model; continue a text by a trained one
     distlab check MODEL [--wrap WRAPPER]          are the gradients of your parallel code those of one process?
     distlab kernel KERNEL --as OPERATION          is your kernel right on inputs that its test does not have?
+    distlab grade FOLDER                          which invariants does a course submission keep?
     distlab doctor                                what this machine has, and what runs on it
     distlab --version                             the version, and the commit of a checkout
 """
@@ -301,6 +302,7 @@ COMMANDS: dict[str, Command] = {
     "sample": _of("launch.sample"),
     "check": _of("launch.check"),
     "kernel": _of("launch.kernel"),
+    "grade": _of("launch.grade"),
     "doctor": _of("distlab.doctor"),
 }
 

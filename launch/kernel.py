@@ -105,3 +105,8 @@ class Progress:
         """Show a line."""
         if self.is_shown:
             print(f"\r\033[K{text[:99]}", end="", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Clear the line, before something else is printed."""
+        if self.is_shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

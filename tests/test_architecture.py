@@ -40,6 +40,7 @@ ALLOWED = {
     "simulate": "train parallel model measure theory comm",
     "check": "bench train parallel comm",
     "kernel_check": "bench",
+    "grade": "kernel_check measure comm",
     "runs": "report",
     "compare": "runs report measure",
     "experiment": "checkpoint.lock comm measure.interleaved report runs",
@@ -79,6 +80,8 @@ NAMED = {
         ),
         ("naive",),
     ),
+    # rows next to which a submission is timed
+    "grade.as_wrapper": ("local", "naive", "overlap", "bucketed", "torch-ddp"),
     "train.config": ("bucketed",),  # the default of an option
     "bench.variant": ("local",),  # likewise
     "train.memory_budget": ("local", "fsdp"),  # likewise, and the advice where a model does not fit

@@ -28,6 +28,11 @@ ROUNDINGS = {torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}
 # Error that is allowed relative to the largest element, in units of eps: sums cancel.
 OF_LARGEST = 0.05
 
+# Error of a gradient that is allowed relative to the largest gradient of any argument, in units of
+# `ROUNDINGS`: what is left where a backward subtracts equal numbers, as attention does for a query
+# with one key. The exact gradient is then 0, and so is that of torch's own operation.
+OF_LARGEST_GRADIENT = 1.0
+
 # What is wrong after an illegal or misaligned access on a GPU. The process can compute no more.
 BREAKS_GPU = "breaks the GPU's context"
 
@@ -288,7 +293,10 @@ class Expected:
                 self.near.results[number],
                 self.usual.results[number],
                 self.dtype,
+                of_all=0.0,
             )
+        eps = ROUNDINGS[self.dtype] * torch.finfo(self.dtype).eps
+        largest = max(map(_largest, self.exact.gradients.values()), default=0.0)
         for name, gradient in found.gradients.items():
             where = f"gradient of {name}"
             if gradient is None:
@@ -300,6 +308,7 @@ class Expected:
                 self.near.gradients[name],
                 self.usual.gradients[name],
                 self.dtype,
+                of_all=OF_LARGEST_GRADIENT * eps * largest,
             )
 
 
@@ -352,13 +361,20 @@ def _reference(
 
 
 def _compare(
-    name: str, actual: Tensor, exact: Tensor, near: Tensor, usual: Tensor, dtype: torch.dtype
+    name: str,
+    actual: Tensor,
+    exact: Tensor,
+    near: Tensor,
+    usual: Tensor,
+    dtype: torch.dtype,
+    of_all: float,
 ) -> None:
     """Compare one tensor with the exact one.
 
     Args:
         near: the exact result of inputs that differ by a rounding.
         usual: torch's own result in the dtype of the case.
+        of_all: error that is allowed in addition.
 
     Raises:
         Wrong: it differs by more than rounding.
@@ -388,6 +404,7 @@ def _compare(
         + TIMES_CONDITION * condition_error
         + ROUNDINGS[dtype] * eps * exact.abs()
         + OF_LARGEST * eps * largest
+        + of_all
         + torch.finfo(dtype).tiny
     )
     errors = (mine - exact).abs()
@@ -404,8 +421,8 @@ def _compare(
 
 
 def _largest(errors: Tensor) -> float:
-    """Return the largest finite error, 0 if there is none."""
-    finite = errors[errors.isfinite()]
+    """Return the largest finite absolute value, 0 if there is none."""
+    finite = errors[errors.isfinite()].abs()
     return finite.max().item() if finite.numel() else 0.0
 
 

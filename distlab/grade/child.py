@@ -1,0 +1,132 @@
+"""The process in which a submission's code runs."""
+
+import contextlib
+import faulthandler
+import gc
+import os
+import resource
+import shutil
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distlab.comm.rank_process import is_lost_peer
+from distlab.grade.hooks import NotHandedIn, load
+from distlab.grade.job import Job
+
+# Environment variables that a submission gets. Others may hold keys and passwords.
+KEPT = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "TMPDIR",
+    "CUDA_VISIBLE_DEVICES",
+    "TRITON_INTERPRET",
+    "LD_LIBRARY_PATH",
+)
+MOST_WRITTEN = 64 * 2**20  # bytes of one file that it writes; what it prints is one
+
+
+def main(job: Job, rank: int, folder: str) -> None:
+    """Run an experiment on one rank and save what it notes.
+
+    Args:
+        job: what to run.
+        rank: position of this process.
+        folder: folder for results; the submission's working directory is another one.
+    """
+    os.setsid()  # so that this process can be ended with all that it starts
+    results = Path(folder)
+    _redirect(results / f"printed{rank}")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_WRITTEN, MOST_WRITTEN))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+    os.environ.clear()
+    os.environ.update(kept)
+    os.chdir(job.folder)
+    sys.dont_write_bytecode = True
+    torch.set_num_threads(1)
+    gc.freeze()  # objects of torch, of which there are so many that looking through them takes long
+    stacks = (results / f"stack{rank}").open("w")  # written to when the time is over
+    faulthandler.dump_traceback_later(job.seconds - 1, file=stacks)
+    found: dict[str, Any]
+    try:
+        found = {"noted": _run(job, rank, results)}
+    except NotHandedIn as missing:
+        found = {"missing": str(missing)}
+    except NotImplementedError:
+        found = {"missing": "its function raises NotImplementedError"}
+    except BaseException as error:  # also SystemExit: whatever ends a submission is a result
+        traceback.print_exc()
+        found = {
+            "raised": _described(error),
+            "place": _place_of(error, Path(job.folder)),
+            "is_lost": is_lost_peer(error) or "gloo" in str(error),
+        }
+    torch.save(found, results / f"partial{rank}")
+    os.rename(results / f"partial{rank}", results / f"rank{rank}.pt")
+    sys.stdout.flush()
+    # Without waiting for threads that the submission left behind.
+    os._exit(1 if "raised" in found else 0)
+
+
+def _run(job: Job, rank: int, results: Path) -> Any:
+    """Load the submission, form the group of ranks, and run the experiment."""
+    from distlab.grade import experiments, kernels
+
+    device = torch.device("cpu")
+    if job.device == "cuda":
+        device = torch.device("cuda", rank if job.backend == "nccl" else 0)
+        torch.cuda.set_device(device)
+    module = load(Path(job.folder), job.adapters)
+    if job.ranks > 0:
+        dist.init_process_group(
+            job.backend,
+            init_method=f"file://{results}/store",
+            rank=rank,
+            world_size=job.ranks,
+            timeout=timedelta(seconds=max(5.0, job.seconds - 5)),
+            device_id=device if job.backend == "nccl" else None,
+        )
+    function = getattr(experiments, job.experiment, None) or getattr(kernels, job.experiment)
+    place = experiments.Place(module, job.part, rank, max(job.ranks, 1), device)
+    noted = function(place, **job.settings)
+    if job.ranks > 0:
+        with contextlib.suppress(RuntimeError):  # another rank may have ended already
+            dist.barrier()
+    return noted
+
+
+def _redirect(file: Path) -> None:
+    """Write what this process and its children print into a file, and give it nothing to read."""
+    opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(opened, 1)
+    os.dup2(opened, 2)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+
+
+def _described(error: BaseException) -> str:
+    """Return an error in one line."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:160]}".rstrip(": ")
+
+
+def _place_of(error: BaseException, folder: Path) -> str:
+    """Return the innermost line of the submission that an error passed; empty if there is none."""
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        with contextlib.suppress(ValueError):
+            inside = Path(frame.filename).resolve().relative_to(folder.resolve())
+            place = f" at {inside}:{frame.lineno}"
+    return place
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder whose files a submission may have made unreadable."""
+    shutil.rmtree(folder, ignore_errors=True)

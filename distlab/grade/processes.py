@@ -1,0 +1,219 @@
+"""Run an experiment on a submission in child processes, with limits, and return what they saved.
+
+The limits are guards against accidents: an endless loop, a fork bomb, memory without end. They are
+no security boundary (docs/learn/grade.md says how to have one).
+"""
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distlab.grade import child
+from distlab.grade.job import Job
+
+MEMORY_BYTES = 3 * 2**30  # resident, of each child with all that it starts
+PRINTED_BYTES = 20 * 2**20
+PROCESSES = 24  # of each child; Triton's compiler starts some
+POLL_S = 0.05
+RAISES = "it raises"  # beginning of the sentence about an error of the submission's own
+LEFT_S = 3.0  # that other ranks get when one has failed, for messages of their own
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",  # which a process's first optimizer imports
+    "distlab.grade.kernels",
+]
+
+
+@dataclass
+class Observed:
+    """What the children of one experiment saved.
+
+    Attributes:
+        ranks: what each rank noted; empty if the experiment failed.
+        failure: what happened instead, as a sentence.
+        missing: what is not handed in, as a sentence.
+        printed: end of what the children printed.
+    """
+
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    failure: str = ""
+    missing: str = ""
+    printed: str = ""
+
+
+def observe(job: Job) -> Observed:
+    """Run an experiment.
+
+    Args:
+        job: experiment, with the folder of the copy.
+
+    Returns:
+        What it noted, or why it noted nothing.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    folder = Path(tempfile.mkdtemp(prefix="distlab-grade-"))
+    children = []
+    try:
+        for rank in range(job.processes):
+            process = context.Process(target=child.main, args=(job, rank, str(folder)))
+            process.start()
+            children.append(process)
+        failure = _wait(job, children, folder)
+        return _collected(job, children, folder, failure)
+    finally:
+        for process in children:
+            _end(process.pid)
+            process.join()
+        child.remove(folder)
+
+
+def _wait(job: Job, children: list[Any], folder: Path) -> str:
+    """Wait for the children to end. Return why they were ended, if they were."""
+    deadline = time.monotonic() + job.seconds
+    while any(process.is_alive() for process in children):
+        now = time.monotonic()
+        if now > deadline:
+            return f"no result within {job.seconds:g} s"
+        if any(process.exitcode for process in children):  # others may wait for it in vain
+            deadline = min(deadline, now + LEFT_S)
+        for process in children:
+            breach = _breach(process.pid, folder)
+            if breach:
+                return breach
+        time.sleep(POLL_S)
+    return ""
+
+
+def _breach(pid: int, folder: Path) -> str:
+    """Return which limit a child and its own children exceed, as a sentence; empty if none."""
+    processes, resident = _usage(pid)
+    if processes > PROCESSES:
+        return f"it started more than {PROCESSES} processes"
+    if resident > MEMORY_BYTES:
+        return f"it took more than {MEMORY_BYTES / 2**30:.0f} GiB of memory"
+    printed = sum(file.stat().st_size for file in folder.glob("printed*"))
+    if printed > PRINTED_BYTES:
+        return f"it printed more than {PRINTED_BYTES >> 20} MiB"
+    return ""
+
+
+def _usage(session: int) -> tuple[int, int]:
+    """Return the number of processes of a session, and their resident bytes."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    count, resident = 0, 0
+    for pid in _members(session):
+        try:
+            fields = Path(f"/proc/{pid}/statm").read_text().split()
+        except OSError:  # it has ended
+            continue
+        count += 1
+        # Without pages of files and of memory that is shared with the fork server's.
+        resident += (int(fields[1]) - int(fields[2])) * page
+    return count, resident
+
+
+def _members(session: int) -> list[int]:
+    """Return the processes of a session. Empty on systems without /proc."""
+    found = []
+    for entry in os.scandir("/proc") if os.path.isdir("/proc") else ():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if os.getsid(int(entry.name)) == session:
+                found.append(int(entry.name))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def _end(pid: int | None) -> None:
+    """End a child and all processes of its session."""
+    if pid is None:
+        return
+    for each in {pid, *_members(pid)}:
+        try:
+            os.kill(each, signal.SIGKILL)
+        except OSError:  # it has ended
+            continue
+
+
+def _collected(job: Job, children: list[Any], folder: Path, failure: str) -> Observed:
+    """Return what the children saved, once they have ended or are to be ended."""
+    observed = Observed(printed=_printed(folder))
+    found: list[dict[str, Any] | None] = []
+    for rank in range(job.processes):
+        file = folder / f"rank{rank}.pt"
+        # Only tensors and plain containers can be read; anything else is refused by torch.
+        found.append(torch.load(file, weights_only=True) if file.exists() else None)
+    for saved in found:
+        if saved and "missing" in saved:
+            observed.missing = saved["missing"]
+            return observed
+    own = [rank for rank, saved in enumerate(found) if saved and "raised" in saved]
+    # A rank whose collective failed is the victim of another one, if that has an error of its own.
+    own.sort(key=lambda rank: found[rank]["is_lost"])
+    for rank in own[:1]:
+        error, place = found[rank]["raised"], found[rank]["place"]
+        if found[rank]["is_lost"]:
+            observed.failure = (
+                f"ranks do not make the same calls: a collective of rank {rank}{place} fails"
+            )
+        elif job.ranks > 1:
+            observed.failure = f"{RAISES} on rank {rank}{place}: {error}"
+        else:
+            observed.failure = f"{RAISES}{place}: {error}"
+    if failure and not observed.failure:
+        observed.failure = failure + _waiting_at(job, folder)
+    for rank, process in enumerate(children):
+        if found[rank] is None and not observed.failure:
+            observed.failure = _how_it_ended(process, rank, job)
+    if not observed.failure:
+        observed.ranks = [saved["noted"] for saved in found if saved is not None]
+    return observed
+
+
+def _how_it_ended(process: Any, rank: int, job: Job) -> str:
+    """Return how a child ended that saved nothing."""
+    process.join(1)
+    code = process.exitcode
+    which = f"rank {rank}" if job.ranks > 1 else "the process"
+    if code is None:
+        return f"{which} did not end"
+    if code < 0:
+        return f"{which} ended with {signal.Signals(-code).name}"
+    return f"{which} ended with exit code {code} before it had finished"
+
+
+def _waiting_at(job: Job, folder: Path) -> str:
+    """Return which line of the submission each rank was in when the time was over."""
+    places = []
+    for rank in range(job.processes):
+        file = folder / f"stack{rank}"
+        lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+        for line in lines:  # the innermost frame comes first
+            _, quote, rest = line.partition('File "')
+            path, _, position = rest.partition('", line ')
+            if quote and path.startswith(job.folder):
+                inside = os.path.relpath(path, job.folder)
+                places.append(f"rank {rank} is at {inside}:{position.split()[0]}")
+                break
+    return f" ({', '.join(places)})" if places else ""
+
+
+def _printed(folder: Path) -> str:
+    """Return the end of what the children printed."""
+    texts = []
+    for file in sorted(folder.glob("printed*")):
+        with open(file, "rb") as opened:
+            opened.seek(max(0, file.stat().st_size - 2000))
+            texts.append(opened.read().decode(errors="replace"))
+    return "".join(texts)

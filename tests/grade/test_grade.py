@@ -1,0 +1,95 @@
+"""`distlab grade` on the lab's own adapters, and its report."""
+
+import json
+
+import pytest
+
+from distlab.grade import Report, Row, grade
+from distlab.grade.hooks import chosen
+from launch.__main__ import main
+
+OWN = "from distlab.course import *\n"
+DOES_NOTHING = """
+import torch.distributed as dist
+
+
+class Wrapper:
+    def __init__(self, module):
+        self.module = module
+
+    def __call__(self, x):
+        return self.module(x)
+
+
+def get_ddp(module):
+    return Wrapper(module)
+
+
+def ddp_on_after_backward(model, optimizer):
+    for parameter in model.module.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+"""
+
+
+def submission(folder, source):
+    """Write a submission in the public form."""
+    (folder / "tests").mkdir()
+    (folder / "tests" / "adapters.py").write_text(source)
+    return folder
+
+
+@pytest.mark.parametrize("part", ["ddp-bucketed", "sharded-optimizer", "fsdp", "attention-pytorch"])
+def test_the_labs_own_adapters_keep_every_invariant(part, tmp_path):
+    report = grade(submission(tmp_path, OWN), only=[part])
+    assert report.is_right, report
+    assert report.counts()["holds"] == len(report.rows) >= 10
+
+
+def test_a_wrapper_that_sums_is_said_to_sum(tmp_path, capsys):
+    assert main(["grade", str(submission(tmp_path, DOES_NOTHING)), "--only", "ddp", "--json"]) == 1
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    broken = {row["invariant"]: row for row in rows if row["status"] == "BROKEN"}
+    assert "the sum over ranks" in broken["gradients are the mean over ranks"]["seen"]
+    assert "rank 1's own" in broken["every rank starts from rank 0's parameters"]["seen"]
+    assert "communication begins before backward ends" in broken
+    assert all(row["part"] == "ddp" or row["status"] == "not handed in" for row in rows)
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ([], "give the folder"),
+        (["/nowhere"], "not a folder"),
+        (["."], "has no tests/adapters.py"),
+        ([".", "--adapters", "x", "--only", "fdsp"], "allowed are"),
+    ],
+)
+def test_a_mistake_in_the_command_is_one_line(arguments, said, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["grade", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_parts_are_chosen_by_the_beginning_of_their_name():
+    assert [part.name for part in chosen(("ddp",), None)] == [
+        "ddp-individual",
+        "ddp-bucketed",
+        "ddp",
+    ]
+    assert [part.name for part in chosen((), 2024)][-1] == "rmsnorm-triton"
+
+
+def test_a_report_says_what_is_broken_in_each_form():
+    report = Report(
+        "mine",
+        [
+            Row("ddp", "gradients are the mean", "BROKEN", "2 ranks", "two steps", "a", "b | c"),
+            Row("fsdp", "it trains", "not handed in", seen="there is no function get_fsdp"),
+        ],
+    )
+    assert "1 are broken; not handed in: fsdp" in str(report)
+    assert "expected: a" in str(report)
+    assert "b \\| c" in report.markdown()
+    assert report.csv_row()["ddp"] == "0/1" and report.csv_row()["fsdp"] == "not handed in"
+    assert not report.is_right
