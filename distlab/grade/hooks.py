@@ -128,7 +128,7 @@ def load(folder: Path, adapters: str) -> ModuleType:
     package = ModuleType("tests")
     package.__path__ = [str(folder / ADAPTERS.parent)]
     sys.modules["tests"] = package
-    return importlib.import_module("tests.adapters")
+    return importlib.import_module(f"tests.{ADAPTERS.stem}")
 
 
 def function_of(module: ModuleType, name: str) -> Callable[..., Any]:
