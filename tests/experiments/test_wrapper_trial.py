@@ -103,3 +103,15 @@ def test_every_wrapper_has_its_row(tmp_path):
 def test_the_sentence_names_the_cause(kind, failures, written, sentence):
     failed = RanksFailed(failures, "", kind)
     assert what_happened(failed, written, 2, 5.0) == sentence
+
+
+def test_a_third_value_builds_the_optimizer(tmp_path):
+    """torch's ZeRO-1 broadcasts each parameter from the rank that stepped it."""
+    wraps = tuple(f"tests.bench.own_wrappers:{name}" for name in ("torch_ddp", "torch_zero"))
+    records = measured(
+        ddp_bench.EXPERIMENT, tmp_path, strategies=("local",), wraps=wraps, profile_steps=0
+    )
+    _, ddp, zero = (record.metrics for record in records)
+    assert ddp["verdict"] == zero["verdict"] == "right"
+    assert zero["collectives_per_step"] > ddp["collectives_per_step"]
+    assert zero["comm_bytes_per_step"] > ddp["comm_bytes_per_step"]
