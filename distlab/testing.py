@@ -215,8 +215,9 @@ def check_gradients(
     Args:
         model: factory (`distlab.bench.task`) at the top level of a module, or its name
             `package.module:function`.
-        wrap: function `wrap(module, group)` that returns a callable module, or (callable module,
-            finish). Its name, or that of a strategy, is also allowed.
+        wrap: function `wrap(module, group)` that returns a callable module, (callable module,
+            finish), or (callable module, finish, make_optimizer), see `distlab.bench.wrappers`. Its
+            name, or that of a strategy, is also allowed.
         batch: number of examples per micro-batch.
         same_batch: True to give all ranks the same batches, as for ranks that share a model's
             layers or a sequence.
