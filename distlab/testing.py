@@ -21,6 +21,7 @@ call too; where one died or hangs, all are killed, and the next call starts new 
 """
 
 import atexit
+import contextlib
 import faulthandler
 import gc
 import multiprocessing
@@ -35,6 +36,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +53,14 @@ if TYPE_CHECKING:
 # as torch itself.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo"]
 GRACE_S = 2.0  # after the first failure, time for the other ranks to report theirs
+MEMORY_POLL_S = 0.05  # between two looks at the memory of ranks that have a limit
+
+# Kinds of failure, see `RanksFailed`.
+RAISED = "raised"
+DIED = "died"
+TOO_LARGE = "too large"
+NO_ANSWER = "no answer"
+LOST_PEER = "lost peer"
 
 
 class RanksFailed(RuntimeError):
@@ -60,18 +70,21 @@ class RanksFailed(RuntimeError):
         failures: rank → its traceback or fate. The rank that failed first comes first, and ranks
             whose error is only that another rank is gone come last.
         cause: the error or fate of the first of them, in one line.
+        kind: kind of its failure. It `RAISED`, its process `DIED`, it took more memory than it may
+            (`TOO_LARGE`), gave `NO_ANSWER`, or lost another rank (`LOST_PEER`).
     """
 
-    def __init__(self, failures: dict[int, str], cause: str = ""):
+    def __init__(self, failures: dict[int, str], cause: str = "", kind: str = RAISED):
         first = next(iter(failures))
         self.failures = failures
+        self.kind = kind
         self.cause = cause or failures[first].strip().splitlines()[-1]
         sections = [f"--- rank {rank} ---\n{text}" for rank, text in failures.items()]
         super().__init__("\n".join([f"rank {first}: {self.cause}", *sections]))
 
     def __reduce__(self) -> Any:
         """Return how to make it again from a pickle: by default that would be from the message."""
-        return RanksFailed, (self.failures, self.cause)
+        return RanksFailed, (self.failures, self.cause, self.kind)
 
 
 @dataclass(frozen=True)
@@ -82,15 +95,13 @@ class _Failure:
         text: traceback, or the way the process ended.
         summary: one line of it.
         seconds: time of `time.monotonic()`, which is the same clock in all processes of a host.
-        lost_peer: True if the rank failed because another one was gone.
-        answered: False for a rank that was ended from outside.
+        kind: see `RanksFailed`.
     """
 
     text: str
     summary: str
     seconds: float
-    lost_peer: bool = False
-    answered: bool = True
+    kind: str
 
     def place(self) -> tuple[int, float]:
         """Return the key that sorts causes before consequences.
@@ -98,8 +109,9 @@ class _Failure:
         A rank that gave no answer can be the cause of a lost peer. It is not the cause of another
         rank's own error.
         """
-        kind = 2 if self.lost_peer else 0 if self.answered else 1
-        return kind, self.seconds
+        later = (NO_ANSWER, LOST_PEER)
+        order = 1 + later.index(self.kind) if self.kind in later else 0
+        return order, self.seconds
 
 
 class Interrupted(KeyboardInterrupt):
@@ -117,6 +129,7 @@ def run_ranks(
     device: str | None = None,
     deadline_s: float = 60.0,
     group_timeout_s: float = 20.0,
+    memory_bytes: int | None = None,
 ) -> list[Any]:
     """Call `fn(context, *args)` on `world_size` ranks of one host.
 
@@ -130,13 +143,15 @@ def run_ranks(
         device: device of gloo ranks, `cpu` (default) or a GPU that they share, such as `cuda:0`.
         deadline_s: seconds after which the whole call fails and its processes are killed.
         group_timeout_s: seconds, timeout of the process group, see `rank_context`.
+        memory_bytes: bytes of memory that a rank's process may have resident, without pages of
+            files, or None for no limit. Systems other than Linux do not tell.
 
     Raises:
         ValueError: `world_size` below one.
         TypeError: `fn` or an argument cannot be pickled, or imported by another process.
         RuntimeError: called while a script is imported, so that the rank processes cannot be
             started.
-        RanksFailed: a rank raised, died or outlasted the deadline.
+        RanksFailed: a rank raised, died, outlasted the deadline or took more memory than it may.
         KeyboardInterrupt: the caller was interrupted; the ranks are ended.
     """
     __tracebackhide__ = True  # pytest then shows the line of the test that called this function
@@ -167,7 +182,8 @@ def run_ranks(
             settings = (os.path.join(folder, "store"), world_size, backend, device, group_timeout_s)
             for rank, process in enumerate(ranks):
                 process.pipe.send_bytes(pickle.dumps((rank, settings, job)))
-            results, failures = _collect(ranks, time.monotonic() + deadline_s, deadline_s)
+            deadline = time.monotonic() + deadline_s
+            results, failures = _collect(ranks, deadline, deadline_s, memory_bytes)
     except KeyboardInterrupt:
         shut_down()  # or what ranks still answer would be taken for the next call's
         raise Interrupted(
@@ -175,9 +191,9 @@ def run_ranks(
         ) from None
     if failures:
         ordered = sorted(failures, key=lambda rank: failures[rank].place())
-        raise RanksFailed(
-            {rank: failures[rank].text for rank in ordered}, failures[ordered[0]].summary
-        )
+        first = failures[ordered[0]]
+        texts = {rank: failures[rank].text for rank in ordered}
+        raise RanksFailed(texts, first.summary, first.kind)
     return [results[rank] for rank in range(world_size)]
 
 
@@ -199,8 +215,9 @@ def check_gradients(
     Args:
         model: factory (`distlab.bench.task`) at the top level of a module, or its name
             `package.module:function`.
-        wrap: function `wrap(module, group)` that returns a callable module, or (callable module,
-            finish). Its name, or that of a strategy, is also allowed.
+        wrap: function `wrap(module, group)` that returns a callable module, (callable module,
+            finish), or (callable module, finish, make_optimizer), see `distlab.bench.wrappers`. Its
+            name, or that of a strategy, is also allowed.
         batch: number of examples per micro-batch.
         same_batch: True to give all ranks the same batches, as for ranks that share a model's
             layers or a sequence.
@@ -226,7 +243,7 @@ def check_gradients(
         )
     except RanksFailed as failed:
         cause = f"{failed.cause}. So nothing was compared with one process, and the model may be right or wrong"
-        raise RanksFailed(failed.failures, cause) from None
+        raise RanksFailed(failed.failures, cause, failed.kind) from None
     if isinstance(answers[0], Exception):
         raise answers[0]
     return answers[0]
@@ -272,9 +289,25 @@ class _Rank:
                 ", as gloo ends a process that receives a longer message than it expects: ranks are in different "
                 "collectives, or their tensors differ in size"
             )
-        return _Failure("\n".join([fate, *self.stacks.read().splitlines()]), fate, time.monotonic())
+        text = "\n".join([fate, *self.stacks.read().splitlines()])
+        return _Failure(text, fate, time.monotonic(), DIED)
+
+    def resident_bytes(self) -> int:
+        """Return the memory that the process has resident. 0 where the system does not say.
+
+        Pages of files, such as torch's libraries, are not counted: the ranks share them.
+        """
+        try:
+            pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()
+        except OSError:  # not Linux, or the process has ended
+            return 0
+        _, resident, of_files, *_ = map(int, pages)
+        return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
 
     def kill(self) -> None:
+        """End the process, and if it leads a process group of its own, all of that group."""
+        with contextlib.suppress(ProcessLookupError):  # there is no such group
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.join()
         self.pipe.close()
@@ -330,17 +363,27 @@ atexit.register(shut_down)
 
 
 def _collect(
-    ranks: list[_Rank], deadline: float, allowed_s: float
+    ranks: list[_Rank], deadline: float, allowed_s: float, memory_bytes: int | None
 ) -> tuple[dict[int, Any], dict[int, _Failure]]:
     """Wait for every rank's answer; after a failure only for a moment more.
 
-    A rank without one ends all of them.
+    A rank without one ends all of them. So does a rank that takes more than `memory_bytes`.
     """
     results = {}
     failures = {}
     waiting = {rank.pipe: number for number, rank in enumerate(ranks)}
     lost = False
     while waiting and (remaining := deadline - time.monotonic()) > 0:
+        if memory_bytes is not None:
+            remaining = min(remaining, MEMORY_POLL_S)
+            for pipe, number in list(waiting.items()):
+                if ranks[number].resident_bytes() > memory_bytes:
+                    ranks[number].process.kill()  # at once, before the machine has no memory left
+                    del waiting[pipe]
+                    lost = True
+                    fate = f"the process took more than {memory_bytes / 2**30:.1f} GiB"
+                    failures[number] = _Failure(fate, fate, time.monotonic(), TOO_LARGE)
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
         for pipe in wait(list(waiting), timeout=remaining):
             number = waiting.pop(pipe)
             try:
@@ -354,13 +397,13 @@ def _collect(
                 failures[number] = value
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     reason = f"no answer within {allowed_s:g} s"
-    if any(not failure.lost_peer for failure in failures.values()):
+    if any(failure.kind != LOST_PEER for failure in failures.values()):
         reason = "stopped after another rank's failure"
     elif failures:
         reason = "no answer, while other ranks waited for this one in vain"
     for number in waiting.values():
         text = f"{reason}; its stack was:\n{ranks[number].dump_stack()}"
-        failures[number] = _Failure(text, reason, time.monotonic(), answered=False)
+        failures[number] = _Failure(text, reason, time.monotonic(), NO_ANSWER)
     if waiting or lost:
         shut_down()
     return results, failures
@@ -411,7 +454,8 @@ def _raised(error: BaseException) -> _Failure:
     # a SyntaxError begins with its place
     messages = [line for line in lines if not line.startswith(" ")]
     summary = messages[0] if messages else lines[0]
-    return _Failure(text, summary, time.monotonic(), lost_peer=is_lost_peer(_first_of_chain(error)))
+    kind = LOST_PEER if is_lost_peer(_first_of_chain(error)) else RAISED
+    return _Failure(text, summary, time.monotonic(), kind)
 
 
 def _first_of_chain(error: BaseException) -> BaseException:

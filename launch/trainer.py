@@ -3,6 +3,7 @@
     distlab train                                             synthetic tokens, all GPUs or two CPU ranks
     distlab train --data my.txt --size tiny --steps 300       bytes of a text; then: distlab sample FOLDER
     distlab train --name my-run --strategy zero1              a name of its own: any strategy continues it
+    distlab train --wrap my_code:parallelize                  under a wrapper of yours: docs/start/your_code.md
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 launch/train.py --strategy fsdp
 
 Every run writes its steps, its checkpoints and a page into one folder.
@@ -12,9 +13,12 @@ import argparse
 import itertools
 import math
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from distlab.bench.task import check_name
+from distlab.bench.wrappers import trained_by
 from distlab.comm import RankContext
 from distlab.comm.rank_process import Progress
 from distlab.experiment import FrameOptions, RankOptions, headline_from, run_folder
@@ -57,6 +61,10 @@ class RunOptions(FrameOptions):
     The default name of a run is DATA-SIZE-STRATEGY.
     """
 
+    wrap: str | None = option(
+        None,
+        "your own wrapper in place of --strategy, my_code:parallelize; it leaves whole parameters on every rank",
+    )
     log_every: int = option(10, "steps between progress lines", least=1)
     quick: bool = option(False, "train ten steps of the tiny preset")
     plan: bool = option(False, "print the memory and time of a step, and train nothing")
@@ -78,17 +86,24 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
             print(plan, flush=True)
         require([step], context.device, context)
         return 0
-    name = run_name(args.name, data, config)
+    name = run_name(args, data, config)
+    strategy = None if args.wrap is None else trained_by(args.wrap, config.accumulate)
 
     def write_results(
         config: TrainConfig, outcome: Outcome, metrics: Metrics, journal: Lines
     ) -> None:
         shared = asdict(config) | {"world_size": context.world_size, "backend": context.backend}
-        shared["trained_by"] = trained_by(journal)
+        shared["strategy"] = args.wrap or config.strategy
+        shared["trained_by"] = who_trained(journal)
         if data.is_bytes and metrics["validation_loss"] is not None:
             metrics["validation_bits_per_byte"] = metrics["validation_loss"] / math.log(2)
         record = Record(
-            NAME, config.strategy, shared, metrics, environment(context.device), commit(args.commit)
+            NAME,
+            shared["strategy"],
+            shared,
+            metrics,
+            environment(context.device),
+            commit(args.commit),
         )
         series = [
             Series(
@@ -122,6 +137,7 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
             data,
             context,
             folder,
+            strategy=strategy,
             write_results=write_results,
             has_results=lambda steps: has_record(folder, steps),
             log_every=args.log_every,
@@ -136,7 +152,7 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
     return 128 + outcome.stopped_by
 
 
-def trained_by(journal: Lines) -> str:
+def who_trained(journal: Lines) -> str:
     """List strategy, ranks and last step: `bucketed × 2 to step 50, fsdp × 4 to step 90`."""
     by = itertools.groupby(
         journal, lambda line: f"{line.get('strategy', '?')} × {line.get('ranks', '?')}"
@@ -216,12 +232,24 @@ VIEW = View(
 )
 
 
-def run_name(chosen: str | None, data: DataConfig, config: TrainConfig) -> str:
+def run_name(options: RunOptions, data: DataConfig, config: TrainConfig) -> str:
     """Return the name of a run's folder. Raise ValueError for one outside the folder of results."""
     stem = re.sub(r"[^\w.-]+", "-", Path(data.data).stem) if data.data else "synthetic"
-    name = f"{stem}-{config.size}-{config.strategy}" if chosen is None else chosen
+    strategy = config.strategy if options.wrap is None else options.wrap.replace(":", "-")
+    name = f"{stem}-{config.size}-{strategy}" if options.name is None else options.name
     check_names("outputs", name)
     return name
+
+
+def refuse_with_wrap(wrap: str, given_options: Mapping[str, object]) -> None:
+    """Raise ValueError for a wrapper's name of another form, or an option that it leaves idle."""
+    check_name(wrap, "--wrap")
+    for name in ("strategy", "bucket_size_mb", "shard_size", "reshard", "layout", "stages"):
+        if name in given_options:
+            flag = name.replace("_", "-")
+            raise ValueError(
+                f"--wrap {wrap}: your wrapper decides what each rank holds and sends, so leave --{flag} out"
+            )
 
 
 def main(argv: list[str]) -> int:
@@ -230,7 +258,11 @@ def main(argv: list[str]) -> int:
     data, mine, ranks = (config_from(options, args) for options in OPTIONS[1:])
     TrainConfig.check_given(given(TrainConfig, args))
     config = config_from(TrainConfig, args, QUICK if mine.quick else None)
-    run_name(mine.name, data, config)  # refused before ranks are started
+    if mine.wrap is not None:
+        refuse_with_wrap(mine.wrap, given(TrainConfig, args))
+        # For the prediction of memory. A rank of it has all parameters and gradients as well.
+        config = replace(config, strategy="naive")
+    run_name(mine, data, config)  # refused before ranks are started
     data.check_files()
     return run_on_ranks(
         lambda context: train(context, config, data, mine), ["train", *argv], ranks, None, "train"

@@ -575,8 +575,8 @@ def no_gradient():
     return module, batch, lambda model, batch: loss(model, batch) * 0
 
 
-def three_things(module, group):
-    return module, lambda: None, group
+def four_things(module, group):
+    return module, lambda: None, None, group
 
 
 def other_order(module, group):
@@ -618,8 +618,8 @@ def a_copy(module, group):
         ),
         (
             mlp,
-            three_things,
-            r"must return a callable module, or \(callable module, finish\); it returned 3 things",
+            four_things,
+            r"must return a callable module, \(callable module, finish\), or .*; it returned 4 things",
         ),
         (mlp, a_copy, "must train the module it is given"),
         (mlp, "bucketted", "did you mean bucketed"),

@@ -4,21 +4,27 @@
         ...
         return module, finish           # or the callable module alone
 
-`finish()` may return the norm of the whole gradient, by which it clips.
+`finish()` may return the norm of the whole gradient, by which it clips. A third thing that the
+wrapper may return builds the optimizer:
+
+    def make_optimizer(parameters, cls, **options):     # cls(parameters, **options) without it
+        return ZeroRedundancyOptimizer(parameters, cls, process_group=group, **options)
 
 The form is the one of `distlab check --wrap`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 
 from distlab.bench.task import factory_of
 from distlab.parallel import ParallelModel, Strategy, Wrapping
+from distlab.parallel.local_optimizer import Params
 
 # the method that the trainer calls after the last backward
 FINISH = "finish_gradient_synchronization"
@@ -29,12 +35,15 @@ class UserWrapper(ParallelModel):
 
     Args:
         module: module to train.
-        wrap: function `wrap(module, group)` that returns a callable, or (callable, finish). It
-            changes the module in place or keeps it. If it returns only the callable,
-            `finish_gradient_synchronization()` of the callable is called, if it has that method.
+        wrap: function `wrap(module, group)` that returns a callable, (callable, finish), or
+            (callable, finish, make_optimizer). It changes the module in place or keeps it. If it
+            returns only the callable, `finish_gradient_synchronization()` of the callable is
+            called, if it has that method.
 
     Attributes:
         finish: name of the function that is called after the last backward of a step.
+        make_optimizer: function `make_optimizer(parameters, cls, **options)` that returns the
+            optimizer. By default it returns `cls(parameters, **options)`.
         can_accumulate: True if the callable has `no_sync()`, which says that it can accumulate
             gradients.
 
@@ -46,7 +55,11 @@ class UserWrapper(ParallelModel):
         super().__init__()
         self.module, self.process_group = module, group
         self.device = next(module.parameters()).device
-        self._call, self._finish, self.finish = _call_and_finish(wrap(module, group))
+        parts = _parts_of(wrap(module, group))
+        self._call = parts.call
+        self._finish = parts.finish
+        self.finish = parts.finish_name
+        self.make_optimizer = parts.make_optimizer
         self._finished: Any = None  # the result of the last `finish()`
         self.can_accumulate = callable(getattr(self._call, "no_sync", None))
 
@@ -100,7 +113,61 @@ def as_strategy(name: str, wrap: Callable[..., Any]) -> Strategy:
     def wrap_by_user(module: nn.Module, how: Wrapping) -> UserWrapper:
         return UserWrapper(module, wrap, how.process_group)
 
-    return Strategy(name=name, wrap=wrap_by_user)
+    return Strategy(name=name, wrap=wrap_by_user, optimizer=_make_optimizer)
+
+
+def trained_by(name: str, micro_batches: int) -> Strategy:
+    """Return a user's wrapper as a strategy of the trainer, whose checkpoints hold all state.
+
+    A checkpoint finds whole parameters, and the state of an optimizer that steps all of them, on
+    every rank. Building the strategy raises ValueError for a wrapper that leaves something else,
+    and for several micro-batches under a wrapper that does not say that it can accumulate.
+
+    Raises:
+        ValueError: there is no such function.
+    """
+    strategy = wrapped_by(name)
+
+    def wrap_whole(module: nn.Module, how: Wrapping) -> ParallelModel:
+        before = {key: parameter.shape for key, parameter in module.named_parameters()}
+        model = strategy.wrap(module, how)
+        after = dict(module.named_parameters())
+        for key, shape in before.items():
+            is_cut = key not in after or hasattr(after[key], "full_tensor")
+            if is_cut or after[key].shape != shape:
+                raise ValueError(
+                    f"--wrap {name}: it leaves a rank a part of {key!r}, and checkpoints need whole parameters "
+                    "on every rank: time it with distlab run ddp_bench, or train under --strategy fsdp"
+                )
+        if micro_batches > 1 and not model.can_accumulate:
+            raise ValueError(
+                f"--wrap {name}: what it returns has no no_sync(), so it may send in each of the "
+                f"{micro_batches} backwards of a step: leave --accumulate out, or give it no_sync()"
+            )
+        return model
+
+    def make_whole(
+        model: UserWrapper, cls: type[Optimizer], params: Params | None, options: Mapping[str, Any]
+    ) -> Optimizer:
+        optimizer = _make_optimizer(model, cls, params, options)
+        stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        trained = {id(each) for each in model.module.parameters() if each.requires_grad}
+        if not isinstance(optimizer, cls) or not trained <= stepped:
+            raise ValueError(
+                f"--wrap {name}: its third value returns a {type(optimizer).__name__}, whose state checkpoints "
+                f"do not find; they need a {cls.__name__} that steps all parameters on every rank"
+            )
+        return optimizer
+
+    return Strategy(name=name, wrap=wrap_whole, optimizer=make_whole)
+
+
+def _make_optimizer(
+    model: UserWrapper, cls: type[Optimizer], params: Params | None, options: Mapping[str, Any]
+) -> Optimizer:
+    """Make the optimizer by the wrapper's third value. See `Strategy.optimizer`."""
+    parameters = list(model.parameters()) if params is None else params
+    return model.make_optimizer(parameters, cls, **options)
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
@@ -108,27 +175,55 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _call_and_finish(made: Any) -> tuple[Callable[..., Any], Callable[[], Any], str]:
-    """Return the module to call, the function that finishes a step, and the name of the latter."""
-    expected = "the wrapper must return a callable module, or (callable module, finish)"
-    if isinstance(made, tuple):
-        if len(made) != 2:
-            raise ValueError(f"{expected}; it returned {len(made)} things")
-        call, finish = made
-        told = "the second thing that the wrapper returned"
-    else:
-        call = made
-        finish = getattr(call, FINISH, None)
-        told = f"{FINISH}() of the {type(call).__name__} that the wrapper returned"
-        if finish is None:
-            finish = _nothing
-            told = f"none: the wrapper returned a {type(call).__name__} without {FINISH}()"
-    if not callable(call) or not callable(finish):
-        kinds = ", ".join(
-            type(each).__name__ for each in (made if isinstance(made, tuple) else (made,))
-        )
+class _Parts(NamedTuple):
+    """What a wrapper returned, with the defaults of what it left out.
+
+    Attributes:
+        call: module to call.
+        finish: function that finishes a step.
+        finish_name: name of the latter.
+        make_optimizer: see `UserWrapper`.
+    """
+
+    call: Callable[..., Any]
+    finish: Callable[[], Any]
+    finish_name: str
+    make_optimizer: Callable[..., Optimizer]
+
+
+def _parts_of(made: Any) -> _Parts:
+    """Return the parts of what a wrapper returned.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    expected = (
+        "the wrapper must return a callable module, (callable module, finish), "
+        "or (callable module, finish, make_optimizer)"
+    )
+    returned = made if isinstance(made, tuple) else (made,)
+    if len(returned) not in (1, 2, 3):
+        raise ValueError(f"{expected}; it returned {len(returned)} things")
+    if not all(callable(each) for each in returned):
+        kinds = ", ".join(type(each).__name__ for each in returned)
         raise ValueError(f"{expected}; it returned {kinds}")
-    return call, finish, told
+    call = returned[0]
+    if len(returned) > 1:
+        finish = returned[1]
+        finish_name = "the second thing that the wrapper returned"
+    elif callable(getattr(call, FINISH, None)):
+        finish = getattr(call, FINISH)
+        finish_name = f"{FINISH}() of the {type(call).__name__} that the wrapper returned"
+    else:
+        finish = _nothing
+        finish_name = f"none: the wrapper returned a {type(call).__name__} without {FINISH}()"
+    make_optimizer = returned[2] if len(returned) == 3 else _plain_optimizer
+    return _Parts(call, finish, finish_name, make_optimizer)
+
+
+def _plain_optimizer(parameters: Params, cls: type[Optimizer], **options: Any) -> Optimizer:
+    """Make the optimizer of a wrapper that returned no third value."""
+    return cls(parameters, **options)
 
 
 def _number(result: Any) -> float | None:

@@ -20,7 +20,7 @@ from distlab.checkpoint.checkpointer import Checkpointer, Stored
 from distlab.checkpoint.files import MARKER, Damaged
 from distlab.checkpoint.lock import RunLock
 from distlab.comm import RankContext, collectives
-from distlab.parallel import get_strategy
+from distlab.parallel import Strategy, get_strategy
 from distlab.precision import DTYPES
 from distlab.train.build import build_training
 from distlab.train.config import TrainConfig, refuse_other_run
@@ -56,6 +56,7 @@ class Trainer:
     Args:
         config: options of the run.
         context: context of this rank.
+        strategy: strategy in place of the one that `config` names.
         train, validate: sequences. Without `validate` there is no validation.
         data_identity: data for JSON that a resumed run must find unchanged.
         folder: folder of checkpoints, None for none.
@@ -72,6 +73,7 @@ class Trainer:
         config: TrainConfig,
         context: RankContext,
         *,
+        strategy: Strategy | None = None,
         train: Sequences,
         validate: Sequences | None = None,
         data_identity: dict[str, Any] | None = None,
@@ -82,6 +84,7 @@ class Trainer:
     ):
         self.config, self.context = config, context
         self.train, self.validate, self.progress = train, validate, progress
+        self.strategy = strategy or get_strategy(config.strategy)
         layout = config.ranks_of_model
         self.axes = layout.axes(context.group)
         self.order = GlobalOrder(
@@ -107,7 +110,7 @@ class Trainer:
         }
         _, self.wrapper, self.optimizer = build_training(
             config.model(),
-            get_strategy(config.strategy),
+            self.strategy,
             context.group,
             optimizer_cls,
             options,
@@ -273,7 +276,7 @@ class Trainer:
             "scaler": self.scaler.state_dict() if self.scaler else None,
         }
         self.checkpoints.save(
-            self.step, self.wrapper, self.optimizer, strategy=self.config.strategy, extra=extra
+            self.step, self.wrapper, self.optimizer, strategy=self.strategy.name, extra=extra
         )
         self._saving_ms = 1e3 * (time.perf_counter() - begin)
 

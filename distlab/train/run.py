@@ -18,6 +18,7 @@ from distlab.files import write_whole
 from distlab.hardware import peak_of
 from distlab.measure.memory import peak_memory
 from distlab.model.config import ModelOptions
+from distlab.parallel import Strategy
 from distlab.theory.flops import mfu, step_flops
 from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.data import load
@@ -34,6 +35,7 @@ def train(
     context: RankContext,
     folder: Path,
     *,
+    strategy: Strategy | None = None,
     write_results: Results = lambda config, outcome, metrics, lines: None,
     has_results: Callable[[int], bool] = lambda steps: False,
     log_every: int = 10,
@@ -46,6 +48,7 @@ def train(
         context: context of this rank.
         folder: folder of the run. All ranks and machines see it, and no other run has it until the
             end.
+        strategy: strategy in place of the one that `config` names, whose memory is then planned.
         write_results: function that is called on the main rank while the folder is still held, with
             the configuration as it was run, the outcome, its metrics, and the lines of
             `metrics.jsonl`. It is not called for a run that had its results.
@@ -62,6 +65,7 @@ def train(
     if data.is_bytes and config.vocab is None:
         config = replace(config, vocab=256)
     require([training_step(config, context.world_size)], context.device, context)
+    strategy_name = config.strategy if strategy is None else strategy.name
     journal: Journal | None = None
 
     def report(step: StepMetrics) -> None:
@@ -70,7 +74,7 @@ def train(
         rates = speed(config, config.batch, context, step.step_ms)
         more = {
             "loss_hex": step.loss.hex(),
-            "strategy": config.strategy,
+            "strategy": strategy_name,
             "ranks": context.world_size,
         }
         journal.write(asdict(step) | rates | more)
@@ -87,6 +91,7 @@ def train(
         trainer = Trainer(
             config,
             context,
+            strategy=strategy,
             train=training,
             validate=validation,
             data_identity=identity,
@@ -109,7 +114,8 @@ def train(
             )
             return Outcome(first, first, None, [])
         if context.is_main:
-            write_whole(folder / "config.json", json.dumps(asdict(config), indent=2) + "\n")
+            written = asdict(config) | {"strategy": strategy_name}
+            write_whole(folder / "config.json", json.dumps(written, indent=2) + "\n")
             journal = Journal(folder / "metrics.jsonl", first + 1)
         with peak_memory(context.device) as memory:
             if complete:  # it died between its last checkpoint and its results

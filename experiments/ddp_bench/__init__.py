@@ -8,9 +8,10 @@ interleaved rounds so that clock drift affects all equally, and explains each: w
 against the closed form), how long communication ran and how much of that compute covered (from the
 profiler), and whether its result equals training in one process.
 
-The way of a row, in reading order: options and `measure` here, `distlab/bench/variant.py` (a row as
-data), `trial.py` (one step of it), `step_timing.py` (interleaved rounds), then `rows.py` (what is
-known of a row), `comparison.py` (numbers that need several rows, and sentences) and `columns.py`.
+Read in this order: options and `measure` here, `distlab/bench/variant.py` (a row as data),
+`trial.py` (one step of it), `step_timing.py` (interleaved rounds), then `wrapper_trial.py` (a
+user's wrapper, tried first), `rows.py` (what is known of a row), `comparison.py` (numbers that need
+several rows, and sentences) and `columns.py`.
 """
 
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from .auto_size import sized
 from .columns import VIEW
 from .comparison import FAILED, wrong_rows
 from .rows import Row, check_rows, explain_rows, save, time_rows
+from .wrapper_trial import try_wrappers
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,11 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
     micro_batches: int = option(4, "parts of a step's batch in rows with a pipeline", least=1)
     wraps: tuple[str, ...] = option(
         (), "your own wrapper, my_code:parallelize, one or several (a row each)", flag="--wrap"
+    )
+    wrap_memory_gib: float | None = option(
+        None,
+        "GiB that a rank may take while your wrapper is tried [its part of the free memory]",
+        above=0,
     )
     check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
     profile_steps: int = option(
@@ -127,6 +134,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     for row in refused:
         run.progress(f"{row.name} is left out: {row.refusal}")
     rows = [row for row in rows if row.refusal is None]
+    try_wrappers([row for row in rows if row.name in config.wraps], config, context, run)
     check_rows(rows, config, context, run)
     failed = [row for row in rows if row.verdict.get("verdict") == FAILED]
     rows = [row for row in rows if row not in failed]

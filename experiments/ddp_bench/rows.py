@@ -1,7 +1,8 @@
 """Rows of `ddp_bench` while they are measured: checked against one process, timed, explained.
 
-`measure` in `__init__.py` calls `check_rows`, `time_rows` and `explain_rows` in this order. Each
-fills in its part of every `Row`, and `save` writes what is known so far into the run's folder.
+`measure` in `__init__.py` calls `check_rows`, `time_rows` and `explain_rows` in this order. Before
+them, `wrapper_trial.py` has tried and checked the user's wrappers. Each fills in its part of every
+`Row`, and `save` writes what is known so far into the run's folder.
 Numbers that compare rows with each other are in `comparison.py`.
 """
 
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from distlab.bench.reference import parameter_differences, small
+from distlab.bench.reference import parameter_differences
 from distlab.bench.step_timing import Timing, profile, time_rounds
 from distlab.bench.task import Task
 from distlab.bench.trial import Trial
@@ -120,24 +121,28 @@ def check_rows(rows: Sequence[Row], config: DDPBenchConfig, context: RankContext
     """Compare every row that communicates with training in one process.
 
     The lab's strategies train the tiny preset with SGD in fp32, and a number says how far apart
-    parameters are. A user's model and a user's wrapper are judged as by `distlab check`.
+    parameters are. Under a user's model they are judged as by `distlab check`. A user's wrappers
+    have their verdicts already, see `wrapper_trial.py`.
     """
-    synchronized = [row for row in rows if row.variant.strategy.synchronizes]
-    is_users_model = config.factory is not None
-    task = config.task() if is_users_model else small(num_layers=2, d_model=64, d_ff=128)
-    if config.check_steps and context.world_size > 1:
-        for row in synchronized:
-            if is_users_model or row.name in config.wraps:
-                run.progress(f"checking {row.name} against one process")
-                row.verdict = verdict_on(context, row.variant.strategy, task)
-    if is_users_model:
+    ours = []
+    for row in rows:
+        if row.variant.strategy.synchronizes and row.name not in config.wraps:
+            ours.append(row)
+    if config.factory is not None:
+        for row in ours if is_checked(config, context) else ():
+            run.progress(f"checking {row.name} against one process")
+            row.verdict = verdict_on(context, row.variant.strategy, config.task())
         return
-    ours = [row for row in synchronized if row.name not in config.wraps]
     differences = parameter_differences(
         context, [row.variant for row in ours], config.check_steps, run.progress
     )
     for row in ours:
         row.difference = differences.get(row.name)
+
+
+def is_checked(config: DDPBenchConfig, context: RankContext) -> bool:
+    """Return whether rows are compared with one process. One rank has no other to differ from."""
+    return config.check_steps > 0 and context.world_size > 1
 
 
 def verdict_on(context: RankContext, strategy: Strategy, task: Task) -> dict[str, str]:

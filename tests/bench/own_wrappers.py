@@ -2,6 +2,9 @@
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
 def overlapped(module, group):
@@ -40,6 +43,39 @@ def summed(module, group):
 
 def torch_ddp(module, group):
     return torch.nn.parallel.DistributedDataParallel(module, process_group=group)
+
+
+def torch_zero(module, group):
+    """torch DDP, and torch's ZeRO-1 as the third value."""
+
+    def make_optimizer(parameters, cls, **options):
+        return ZeroRedundancyOptimizer(parameters, cls, process_group=group, **options)
+
+    return torch_ddp(module, group), lambda: None, make_optimizer
+
+
+def two_rates(module, group):
+    """Give biases and norms a smaller rate, by a third value whose state checkpoints find."""
+    _, finish = overlapped(module, group)
+
+    def make_optimizer(parameters, cls, **options):
+        vectors = [each for each in parameters if each.dim() < 2]
+        others = [each for each in parameters if each.dim() >= 2]
+        return cls([{"params": others}, {"params": vectors, "weight_decay": 0.0}], **options)
+
+    return module, finish, make_optimizer
+
+
+def fsdp2(module, group):
+    mesh = DeviceMesh.from_group(group, next(module.parameters()).device.type)
+    return fully_shard(module, mesh=mesh)
+
+
+def cut(module, group):
+    """Leave a rank the rows of the first parameter that it owns, as ZeRO-3 by hand does."""
+    first = next(module.parameters())
+    first.data = first.data.chunk(group.size())[group.rank()].clone()
+    return module
 
 
 def silent(module, group):

@@ -13,10 +13,11 @@ from launch.__main__ import main
 from tests.commands import be_python, forked
 
 
-def measured(experiment, root, preset="smoke", **fields):
+def measured(experiment, root, preset="smoke", timeout_s=20.0, **fields):
     """The rows of a run named `run` under `root`, written as the command writes them.
 
     Args:
+        timeout_s: seconds that a collective may take, on ranks.
         fields: of the configuration, over the preset's.
     """
     if experiment.ranks == "many":
@@ -27,7 +28,7 @@ def measured(experiment, root, preset="smoke", **fields):
             preset,
             fields,
         )
-        return run_ranks(on_rank, ranks, *arguments, deadline_s=300)[0]
+        return run_ranks(on_rank, ranks, *arguments, deadline_s=300, group_timeout_s=timeout_s)[0]
     return _measured(experiment, lone_context("cpu"), root, preset, fields)
 
 

@@ -118,7 +118,7 @@ def test_a_users_wrapper_is_a_row(tmp_path):
         "torch-ddp": "right",
         "overlapped": "right",
         "summed": "WRONG",
-        "silent": "WRONG",
+        "silent": "WRONG, sent nothing",
         "raising": "failed",
         "torch_ddp": "right",
     }
@@ -132,6 +132,7 @@ def test_a_users_wrapper_is_a_row(tmp_path):
     assert (
         len(wrong) == 4
         and "× P: summed over ranks" in wrong[0]
+        and "raised on every rank: the training step failed at own_wrappers.py:" in wrong[2]
         and "a bug of the user's" in wrong[2]
     )
 

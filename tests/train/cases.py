@@ -27,9 +27,9 @@ def tiny(**changes):
 
 
 class Run:
-    """A trainer of the tiny model that keeps its losses."""
+    """A trainer of the tiny model that keeps its losses. A strategy may take the place of the configured one."""
 
-    def __init__(self, context, folder=None, **changes):
+    def __init__(self, context, folder=None, wrapped_by=None, **changes):
         self.losses: dict[int, str] = {}
         self.norms: dict[int, float | None] = {}
         config = tiny(**changes)
@@ -37,6 +37,7 @@ class Run:
         self.trainer = Trainer(
             config,
             context,
+            strategy=wrapped_by,
             train=SyntheticSequences(model.vocab_size, model.context_length, 0),
             validate=SyntheticSequences(model.vocab_size, model.context_length, 1),
             folder=None if folder is None else Path(folder),
