@@ -206,6 +206,76 @@ def moves_a_buffer(module, group):
     return module, and_move
 
 
+class FlatShards(nn.Module):
+    """FSDP by hand: between forward and backward a rank has only its part of each parameter, flat.
+
+    Args:
+        ranks: number by which the reduce-scatter divides.
+    """
+
+    def __init__(self, module, group, ranks):
+        super().__init__()
+        self.module, self.group, self.ranks = module, group, ranks
+        self.shapes = {}
+        for name, parameter in module.named_parameters():
+            dist.broadcast(parameter.data, 0, group)
+            self.shapes[name] = parameter.shape
+            parameter.register_post_accumulate_grad_hook(self.reduce_scatter)
+        self.sums = {}  # parameter → mean gradient of this rank's part, over backwards so far
+        for parameter in module.parameters():
+            parameter.data = self.part(parameter.data)
+
+    def part(self, whole):
+        size = -(-whole.numel() // self.group.size())
+        padded = F.pad(whole.flatten(), (0, size * self.group.size() - whole.numel()))
+        return padded.chunk(self.group.size())[self.group.rank()].clone()
+
+    def gather(self, name, local):
+        parts = [torch.empty_like(local) for _ in range(self.group.size())]
+        dist.all_gather(parts, local.contiguous(), group=self.group)
+        shape = self.shapes[name]
+        return torch.cat(parts)[: shape.numel()].view(shape)
+
+    def forward(self, *args):
+        for name, parameter in self.module.named_parameters():
+            parameter.grad = None
+            parameter.data = self.gather(name, parameter.data)
+        return self.module(*args)
+
+    def reduce_scatter(self, parameter):
+        whole = parameter.grad
+        dist.all_reduce(whole, group=self.group)
+        parameter.data = self.part(parameter.data)
+        parameter.grad = None
+        part = self.part(whole / self.ranks)
+        self.sums[parameter] = self.sums[parameter] + part if parameter in self.sums else part
+
+    def finish_gradient_synchronization(self):
+        for parameter, part in self.sums.items():
+            parameter.grad = part
+        self.sums = {}
+
+
+def flat_shards(module, group):
+    return FlatShards(module, group, group.size())
+
+
+def flat_shards_summed(module, group):
+    return FlatShards(module, group, 1)
+
+
+def flat_shards_alone(module, group):
+    """The same without a way to gather them."""
+    wrapped = flat_shards(module, group)
+    return wrapped.forward, wrapped.finish_gradient_synchronization
+
+
+def gathers_a_part(module, group):
+    wrapped = flat_shards(module, group)
+    wrapped.gather = lambda name, local: local
+    return wrapped
+
+
 # -- four reports, rebuilt; one is `divided_twice` -----------------------------------------------------------
 
 
@@ -259,6 +329,7 @@ RIGHT = [  # model, wrapper or strategy
     ("tokens", "fsdp2"),
     ("with_statistics", "ddp"),
     ("tied", "by_hand"),
+    ("mlp", "flat_shards"),
     ("mlp", "naive"),
     ("tied", "flat"),
     ("with_statistics", "overlap"),
@@ -275,6 +346,7 @@ WRONG = {  # wrapper → model, signature, tensors that have it
     "moves_a_buffer": ("with_statistics", signatures.BUFFER, {"1.running_mean"}),
     "divided_twice": ("mlp", signatures.DIVIDED, None),
     "without_micro_batches": ("mlp", signatures.MICRO_SUMMED, None),
+    "flat_shards_summed": ("mlp", signatures.SUMMED, None),
     "never_summed": ("mlp", signatures.OWN_DIVIDED, None),
     "a_step_late": ("mlp", signatures.PREVIOUS, None),
     "experts_doubled": ("mlp", signatures.SUMMED, {"3.weight", "3.bias"}),
@@ -622,6 +694,8 @@ def a_copy(module, group):
             r"must return a callable module, or \(callable module, finish\); it returned 3 things",
         ),
         (mlp, a_copy, "must train the module it is given"),
+        (mlp, flat_shards_alone, r"0.weight has shape \(24,\) .* a method gather\(name, local\)"),
+        (mlp, gathers_a_part, r"gather\('0.weight', local\) returned \(24,\) .* shape \(8, 6\)"),
         (mlp, "bucketted", "did you mean bucketed"),
         (mlp, f"{HERE}:nothing", r"--wrap .* has no function 'nothing'"),
     ],

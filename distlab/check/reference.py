@@ -155,11 +155,16 @@ class Copy:
         self.task = task
         self.module = task.build(seed, device)
         for name, parameter in self.module.named_parameters():
-            if name not in initial or initial[name].shape != parameter.shape:
+            if name not in initial:
                 raise ValueError(
-                    f"{name} is not there, or has another shape, under the wrapper: only whole "
-                    "parameters and DTensors "
-                    "can be compared"
+                    f"the module has no parameter {name} under the wrapper: parameters are compared "
+                    "by their names"
+                )
+            if initial[name].shape != parameter.shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(initial[name].shape)} under the wrapper, not "
+                    f"{tuple(parameter.shape)}: give what the wrapper returns a method "
+                    "gather(name, local) that returns the whole of this rank's part"
                 )
         named = dict(self.module.named_parameters())
         self.trainable = {name: p for name, p in named.items() if p.requires_grad and p.numel()}

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.bench.task import blamed
@@ -97,7 +98,7 @@ def _whole_gradients(model: ParallelModel, own: RankContext) -> Tensors:
             continue
         gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
         if shard.replicated or hasattr(tensor, "full_tensor"):
-            whole[name] = whole_tensor(gradient).cpu().clone()
+            whole[name] = _whole(model, name, gradient).cpu().clone()
         else:
             whole[name] = torch.zeros(shard.shape, dtype=gradient.dtype)
             parts[name] = (shard.start, shard.like(name, gradient).values.cpu().clone())
@@ -113,6 +114,13 @@ def _whole_gradients(model: ParallelModel, own: RankContext) -> Tensors:
     return whole
 
 
+def _whole(model: ParallelModel, name: str, tensor: Tensor) -> Tensor:
+    """Return the whole of a parameter, or of a tensor that is cut like it. A collective."""
+    if isinstance(model, UserWrapper):
+        return model.whole(name, tensor)
+    return whole_tensor(tensor)
+
+
 @torch.no_grad()
 def _norm_of(model: ParallelModel) -> Norm:
     """Return the norm that the wrapper gives, and the sizes of this rank's shards."""
@@ -123,6 +131,8 @@ def _norm_of(model: ParallelModel) -> Norm:
     for shard in model.shards():
         placements = getattr(shard.tensor, "placements", ())
         is_sharded = not shard.replicated or any(each.is_shard() for each in placements)
+        if isinstance(model, UserWrapper):
+            is_sharded = is_sharded or model.is_cut(shard.name, shard.tensor)
         if is_sharded and shard.tensor.grad is not None:
             local = wide(local_part(shard.tensor.grad))
             shards[plain(shard.name)] = local.square().sum().item()
