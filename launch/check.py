@@ -45,6 +45,9 @@ class CheckOptions(RankOptions):
     strategy: str = option(
         "bucketed", "strategy to check, without --wrap", choices=tuple(STRATEGIES)
     )
+    optimizer: str = option(
+        "sgd", "a class of torch.optim, or your own as package.module:Class; its state is compared"
+    )
     batch: int = option(4, "examples per micro-batch", least=1)
     micro_batches: int | None = option(
         None, "number per rank and step [ranks + 1, and where that is wrong also one]", least=1
@@ -81,6 +84,7 @@ def main(arguments: Sequence[str]) -> int:
             same_batch=options.same_batch,
             micro_batches=options.micro_batches,
             seed=options.seed,
+            optimizer=options.optimizer,
         )
         if not context.is_main:
             return 0

@@ -276,6 +276,107 @@ def gathers_a_part(module, group):
     return wrapped
 
 
+# -- optimizers --------------------------------------------------------------------------------------------
+
+
+class Mistaken(torch.optim.AdamW):
+    """AdamW that makes the mistake noted at its parameters, so none in the check's own copy."""
+
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            mistake = getattr(parameter, "mistake", "")
+            if mistake == "own gradient":
+                parameter.grad = parameter.own_gradient
+            elif mistake == "reset":
+                self.state.pop(parameter, None)
+            elif mistake == "counted twice" and parameter in self.state:
+                self.state[parameter]["step"] += 1
+            elif mistake == "scaled" and parameter in self.state:
+                self.state[parameter]["exp_avg_sq"] *= 1.5
+        super().step()
+
+
+def making(mistake):
+    """Return `by_hand` for an optimizer that makes a mistake."""
+
+    def wrap(module, group):
+        module, finish = by_hand(module, group)
+        for parameter in module.parameters():
+            parameter.mistake = mistake
+
+        def keep_own():
+            for parameter in module.parameters():
+                parameter.own_gradient = parameter.grad.clone()
+            finish()
+
+        return module, keep_own
+
+    return wrap
+
+
+own_moments = making("own gradient")
+reset = making("reset")
+counted_twice = making("counted twice")
+scaled_moments = making("scaled")
+STATES = {  # wrapper → signature, step, kinds of state
+    "own_moments": (signatures.STATE_OWN, 1, {"state exp_avg", "state exp_avg_sq"}),
+    "reset": (signatures.STATE_RESET, 2, {"state exp_avg", "state exp_avg_sq", "state step"}),
+    "counted_twice": (signatures.STATE_COUNT, 2, {"state step"}),
+    "scaled_moments": (signatures.STATE_UNKNOWN, 2, {"state exp_avg_sq"}),
+}
+# Strategies that have all states on all ranks, by parameter, in slices, and as DTensors. `tests`
+# of the others are the same code.
+WITH_STATE = [
+    *("naive", "flat", "overlap", "bucketed", "zero1", "fsdp", "sharded-optimizer"),
+    *("torch-ddp", "torch-zero", "fsdp2-of-ours", "by_hand", "flat_shards", "fsdp2"),
+]
+
+
+def with_optimizer(context, cases):
+    return [
+        on_rank(context, named(model), named(wrap), optimizer=optimizer)
+        for model, wrap, optimizer in cases
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_state_of_the_optimizer_is_compared(ranks):
+    cases = [("with_statistics", wrap, "adamw") for wrap in WITH_STATE]
+    cases += [("tied", "zero1", "rmsprop"), ("mlp", "fsdp", "NAdam"), ("mlp", "bucketed", "asgd")]
+    found = run_ranks(with_optimizer, ranks, cases, deadline_s=200)[0]
+    for (model, wrap, optimizer), verdict in zip(cases, found, strict=True):
+        assert verdict.right, f"{model} under {wrap}, {optimizer}: {verdict}"
+        kinds = {"adamw": 3, "rmsprop": 2, "NAdam": 4, "asgd": 4}[optimizer]
+        assert verdict.states == kinds * verdict.tensors, f"{wrap}, {optimizer}: {verdict}"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_mistakes_in_the_state_get_their_names(ranks):
+    cases = [("mlp", wrap, f"{HERE}:Mistaken") for wrap in ("by_hand", *STATES)]
+    right, *found = run_ranks(with_optimizer, ranks, cases, deadline_s=200)[0]
+    assert right.right and right.states == 18
+    for wrap, verdict in zip(STATES, found, strict=True):
+        signature, step, kinds = STATES[wrap]
+        seen = {(each.signature, each.step) for each in verdict.findings}
+        assert seen == {(signature, step)}, f"{wrap}: {verdict}"
+        assert {each.what for each in verdict.findings} == kinds, f"{wrap}: {verdict}"
+        assert len({each.tensor for each in verdict.findings}) == 6, f"{wrap}: {verdict}"
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("adamv", "torch.optim has no such class"),
+        (f"{HERE}:mlp", "give a class derived from torch.optim.Optimizer"),
+        ("lbfgs", "closure"),
+    ],
+)
+def test_other_optimizers_are_one_sentence(name, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        check_gradients(mlp, "flat", optimizer=name)
+    assert "\n" not in str(raised.value)
+
+
 # -- four reports, rebuilt; one is `divided_twice` -----------------------------------------------------------
 
 

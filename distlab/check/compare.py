@@ -6,14 +6,17 @@ from datetime import timedelta
 from itertools import product
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 
 from distlab.bench.task import Task, examined, own_task
 from distlab.bench.wrappers import wrapped_by
 from distlab.check.jobs import STEPS, Jobs
 from distlab.check.judge import Judge, NothingToCompare
 from distlab.check.messages import from_main, gather_on_main, on_all
+from distlab.check.optimizer import optimizer_class
 from distlab.check.reference import EACH_FORWARD, EACH_STEP, OWN_BUFFERS, Copy, Run, step_size
 from distlab.check.signatures import STALE, UNNAMED
 from distlab.check.tensors import Tensors
@@ -35,6 +38,7 @@ def check(
     same_batch: bool = False,
     micro_batches: int | None = None,
     seed: int = 0,
+    optimizer: type[Optimizer] = torch.optim.SGD,
 ) -> Verdict:
     """Train two steps on all ranks and in one process and compare them; call it on every rank.
 
@@ -44,6 +48,7 @@ def check(
             sequence.
         micro_batches: number per rank and step. Default: ranks + 1, so that a factor of one cannot
             be taken for a factor of the other. What is wrong then is tried again with one.
+        optimizer: class that steps the parameters. Its state is compared as well.
 
     Returns:
         The verdict, the same on every rank.
@@ -65,8 +70,10 @@ def check(
         lr = on_main(
             own, lambda: step_size(task, task.batches(0, 0, own.device)[0], seed, own.device)
         )
+        if optimizer is not torch.optim.SGD:
+            lr = task.lr  # the size of another optimizer's step does not follow from the gradient
         task, candidate = replace(task, lr=lr), replace(candidate or task, lr=lr)
-        jobs = Jobs(task, candidate, strategy, same_batch, seed)
+        jobs = Jobs(task, candidate, strategy, same_batch, seed, optimizer)
         if micro_batches is not None:
             return _compare(own, context.group, jobs, micro_batches).verdict
         return _compare_twice(own, context.group, jobs)
@@ -83,10 +90,12 @@ def on_rank(
     same_batch: bool = False,
     micro_batches: int | None = None,
     seed: int = 0,
+    optimizer: str = "sgd",
 ) -> Verdict:
     """Check a user's model, named `package.module:function`, under a wrapper or a strategy.
 
-    The wrapper is named in the same form, the strategy by its name in the registry.
+    The wrapper is named in the same form, the strategy by its name in the registry, the optimizer
+    by that of its class in `torch.optim` or in the same form.
 
     Raises:
         ValueError, TimeoutError: as in `check`. Also if a factory fails or returns something else.
@@ -95,7 +104,13 @@ def on_rank(
     examined(model, task, context, seed)
     strategy = wrapped_by(wrap) if ":" in wrap else get_strategy(wrap)
     return check(
-        context, task, strategy, same_batch=same_batch, micro_batches=micro_batches, seed=seed
+        context,
+        task,
+        strategy,
+        same_batch=same_batch,
+        micro_batches=micro_batches,
+        seed=seed,
+        optimizer=optimizer_class(optimizer),
     )
 
 
@@ -123,6 +138,8 @@ def _compare_twice(own: RankContext, group: ProcessGroup, jobs: Jobs) -> Verdict
             return several.verdict
     try:
         one = _compare(own, group, jobs, 1)
+    except NothingToCompare:
+        raise  # such as an optimizer whose step in fp16 is not a number
     except (ValueError, TimeoutError):
         if failure is not None:
             raise failure from None
@@ -181,7 +198,8 @@ def _compare(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: i
         loss = sum(rank.loss for rank in everyone) / ranks
         expected = sum(run.loss for run in runs) / ranks
         number = len(steps[0])
-        warning = Judge(everyone, runs, copy, jobs).warning()
+        judge = Judge(everyone, runs, copy, jobs)
+        warning = judge.warning()
         return Verdict(
             ranks,
             number,
@@ -191,6 +209,8 @@ def _compare(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: i
             expected,
             trained.finish,
             warning=warning,
+            optimizer=jobs.optimizer.__name__,
+            states=judge.states(),
         )
 
     return _Compared(on_main(own, verdict), trained.can_accumulate)

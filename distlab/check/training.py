@@ -13,6 +13,7 @@ from distlab.bench.wrappers import UserWrapper, whole_tensor
 from distlab.check.jobs import STEPS, Jobs
 from distlab.check.messages import exchange
 from distlab.check.norm import Norm
+from distlab.check.optimizer import States, state_here, whole_state
 from distlab.check.tensors import Tensors, copies, plain, wide
 from distlab.comm import RankContext
 from distlab.comm.rank_process import is_lost_peer
@@ -35,6 +36,8 @@ class Trained:
     can_accumulate: bool
     # name → (first element, number) that only this rank's optimizer steps
     owned: dict[str, list[tuple[int, int]]]
+    absent: list[set[str]]  # of each step, parameters without a gradient
+    states: list[States]  # of each step, the optimizer's state after it
 
 
 def train(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int) -> Trained:
@@ -49,15 +52,18 @@ def train(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int)
         num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
         size_mb = num_bytes / 2**20 / 4  # at least four buckets
         model, optimizer = strategy.build(
-            module, group, torch.optim.SGD, {"lr": jobs.task.lr}, bucket_size_mb=size_mb
+            module, group, jobs.optimizer, {"lr": jobs.task.lr}, bucket_size_mb=size_mb
         )
         initial = copies(model.full_parameters(), module)
-        gradients, norms, values = [], [], {}
+        gradients, absent, norms, values, taken = [], [], [], {}, []
 
         def keep(phase: str) -> None:
-            if phase != "forward_backward":
+            if phase == "optimizer":
+                taken.append(state_here(model, optimizer))
                 return
-            gradients.append(_whole_gradients(model, own))
+            whole, without = _whole_gradients(model, own)
+            gradients.append(whole)
+            absent.append(without)
             norms.append(_norm_of(model))
             if len(gradients) == STEPS:
                 # Not right after the first step: reading them there would wait for messages that
@@ -70,6 +76,7 @@ def train(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int)
             losses.append(train_step(jobs.batches(task, own.rank, step, micro_batches, own.device)))
         final = copies(model.full_parameters(), module)
         owned = _owned(model, optimizer)
+        states = [whole_state(model, each, own) for each in taken]
         model.close(restore=False)
     finish = getattr(model, "finish", "")
     can_accumulate = getattr(model, "can_accumulate", True)
@@ -83,14 +90,20 @@ def train(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int)
         finish,
         can_accumulate,
         owned,
+        absent,
+        states,
     )
 
 
 @torch.no_grad()
-def _whole_gradients(model: ParallelModel, own: RankContext) -> Tensors:
-    """Return the gradient of every trainable parameter on this rank; sharded ones are gathered."""
+def _whole_gradients(model: ParallelModel, own: RankContext) -> tuple[Tensors, set[str]]:
+    """Return the gradient of every trainable parameter on this rank; sharded ones are gathered.
+
+    Returns:
+        The gradients, and the names of the parameters that have none, for which they are zero.
+    """
     model.gradients()  # under ZeRO-1, lets shards have their gradients
-    whole, trained = {}, False
+    whole, trained = {}, set()
     parts = {}  # name → (first element, values); a rank may have no element of a parameter
     for shard in model.shards():
         tensor, name = shard.tensor, plain(shard.name)
@@ -102,16 +115,18 @@ def _whole_gradients(model: ParallelModel, own: RankContext) -> Tensors:
         else:
             whole[name] = torch.zeros(shard.shape, dtype=gradient.dtype)
             parts[name] = (shard.start, shard.like(name, gradient).values.cpu().clone())
-        trained = trained or tensor.grad is not None
+        if tensor.grad is not None:
+            trained.add(name)
     everyone = exchange(own, (trained, parts))
     if not any(trained for trained, _ in everyone):
         raise ValueError(
             "no parameter of the module got a gradient: a wrapper must train the module it is given"
         )
-    for _, of_rank in everyone:
-        for name, (start, values) in of_rank.items():
+    for of_rank, their_parts in everyone:
+        for name, (start, values) in their_parts.items():
             whole[name].view(-1)[start : start + len(values)] = values
-    return whole
+        trained |= of_rank & their_parts.keys()
+    return whole, whole.keys() - trained
 
 
 def _whole(model: ParallelModel, name: str, tensor: Tensor) -> Tensor:
