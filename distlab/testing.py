@@ -191,6 +191,7 @@ def check_gradients(
     micro_batches: int | None = None,
     timeout_s: float = 20.0,
     optimizer: str = "sgd",
+    where: bool = False,
 ) -> "Verdict":
     """Train two steps of a model on several ranks and in one process, and compare the gradients.
 
@@ -210,6 +211,7 @@ def check_gradients(
         timeout_s: seconds that a collective may take.
         optimizer: name of a class in `torch.optim`, such as `adamw`, or of one of your own,
             `package.module:Class`. Its state is compared as well.
+        where: True to name the first module whose output, or its gradient, differs.
 
     Raises:
         ValueError, TimeoutError: as in `distlab.check.check`.
@@ -227,6 +229,7 @@ def check_gradients(
         "same_batch": same_batch,
         "micro_batches": micro_batches,
         "optimizer": optimizer,
+        "where": where,
     }
     try:
         answers = run_ranks(

@@ -55,6 +55,9 @@ class CheckOptions(RankOptions):
     same_batch: bool = option(
         False, "give all ranks the same batches, as in tensor or context parallelism"
     )
+    where: bool = option(
+        False, "name the first module whose output, or its gradient, differs from one process"
+    )
     seed: int = option(0, "seed of parameters and data", **SEED)
     backend: str | None = option("gloo", "backend of the ranks", choices=("nccl", "gloo"))
     timeout: float = option(30.0, "seconds a collective may take", above=0, most=3600)
@@ -85,6 +88,7 @@ def main(arguments: Sequence[str]) -> int:
             micro_batches=options.micro_batches,
             seed=options.seed,
             optimizer=options.optimizer,
+            where=options.where,
         )
         if not context.is_main:
             return 0

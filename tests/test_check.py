@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from distlab.bench.task import own_task
 from distlab.check import check, messages, on_rank, signatures
@@ -375,6 +376,110 @@ def test_other_optimizers_are_one_sentence(name, message):
     with pytest.raises(ValueError, match=message) as raised:
         check_gradients(mlp, "flat", optimizer=name)
     assert "\n" not in str(raised.value)
+
+
+# -- the first module that differs -------------------------------------------------------------------------
+
+
+def corrupts_weights(module, group):
+    """Rank 1 has other weights in its last layer from the second step on."""
+    module, finish = by_hand(module, group)
+
+    def finish_and_corrupt():
+        finish()
+        finish_and_corrupt.steps += 1
+
+    def corrupt(*_):
+        if finish_and_corrupt.steps == 1 and group.rank() == 1:
+            module[3].weight.data *= 1.001
+            handle.remove()
+
+    finish_and_corrupt.steps = 0
+    handle = module.register_forward_pre_hook(corrupt)
+    return module, finish_and_corrupt
+
+
+def patches_forward(module, group):
+    module, finish = by_hand(module, group)
+    forward = module[1].forward
+    module[1].forward = lambda x: forward(x) * 1.0001
+    return module, finish
+
+
+def patches_backward(module, group):
+    """The backward of a layer is another one on rank 1."""
+    module, finish = by_hand(module, group)
+    if group.rank() == 1:
+        module[2].register_full_backward_hook(lambda _, inputs, __: (inputs[0] * 1.5,))
+    return module, finish
+
+
+def scales_the_loss(module, group):
+    """Each rank divides before backward, and the gradients are added: right."""
+
+    class Divided(nn.Module):
+        def forward(self, *args):
+            out = module(*args).clone()
+            out.register_hook(divide)
+            return out
+
+    def divide(gradient):
+        return gradient / group.size()
+
+    @reduced
+    def add(name, gradient, group):
+        dist.all_reduce(gradient, group=group)
+
+    _, finish = add(module, group)
+    return Divided(), finish
+
+
+def checkpointed():
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 5)
+
+        def forward(self, x):
+            return self.second(checkpoint(self.first, x, use_reentrant=False).relu())
+
+    return classified(Blocks())
+
+
+SAME = "no module differs"
+WHERE = [  # model, wrapper, sentence
+    (
+        "mlp",
+        "corrupts_weights",
+        r"first, the output of 3 \(Linear\) .* rank 1, in step 2, .* 1, by",
+    ),
+    (
+        "mlp",
+        "patches_forward",
+        r"the output of 1 \(LayerNorm\) .* ranks 0, 1, in step 1, .* by 1.0e-04",
+    ),
+    (
+        "mlp",
+        "patches_backward",
+        r"the gradient of the output of 1 \(LayerNorm\) .* rank 1, in step 1",
+    ),
+    ("mlp", "divided_twice", SAME),  # a mistake outside of the modules
+    ("mlp", "scales_the_loss", SAME),
+    *((model, "ddp", SAME) for model in ("with_statistics", "tied", "tokens", "checkpointed")),
+    *(("tokens", wrap, SAME) for wrap in WITH_STATE if wrap != "flat_shards"),
+    ("mlp", "flat_shards", SAME),
+]
+
+
+def with_where(context, cases):
+    return [on_rank(context, named(model), named(wrap), where=True) for model, wrap, _ in cases]
+
+
+def test_the_first_module_that_differs_is_named():
+    found = run_ranks(with_where, 2, WHERE, deadline_s=200)[0]
+    for (model, wrap, sentence), verdict in zip(WHERE, found, strict=True):
+        assert re.match(".*" + sentence, verdict.where), f"{model} under {wrap}: {verdict}"
+        assert f"where: {verdict.where}" in str(verdict)
 
 
 # -- four reports, rebuilt; one is `divided_twice` -----------------------------------------------------------

@@ -22,6 +22,7 @@ from distlab.check.signatures import STALE, UNNAMED
 from distlab.check.tensors import Tensors
 from distlab.check.training import Trained, train
 from distlab.check.verdict import NORM, Finding, Verdict
+from distlab.check.where import first_difference
 from distlab.comm import RankContext
 from distlab.comm.rank_process import on_main
 from distlab.parallel import Strategy, get_strategy
@@ -39,6 +40,7 @@ def check(
     micro_batches: int | None = None,
     seed: int = 0,
     optimizer: type[Optimizer] = torch.optim.SGD,
+    where: bool = False,
 ) -> Verdict:
     """Train two steps on all ranks and in one process and compare them; call it on every rank.
 
@@ -49,6 +51,7 @@ def check(
         micro_batches: number per rank and step. Default: ranks + 1, so that a factor of one cannot
             be taken for a factor of the other. What is wrong then is tried again with one.
         optimizer: class that steps the parameters. Its state is compared as well.
+        where: True to name the first module whose output, or its gradient, differs.
 
     Returns:
         The verdict, the same on every rank.
@@ -73,7 +76,7 @@ def check(
         if optimizer is not torch.optim.SGD:
             lr = task.lr  # the size of another optimizer's step does not follow from the gradient
         task, candidate = replace(task, lr=lr), replace(candidate or task, lr=lr)
-        jobs = Jobs(task, candidate, strategy, same_batch, seed, optimizer)
+        jobs = Jobs(task, candidate, strategy, same_batch, seed, optimizer, where)
         if micro_batches is not None:
             return _compare(own, context.group, jobs, micro_batches).verdict
         return _compare_twice(own, context.group, jobs)
@@ -91,6 +94,7 @@ def on_rank(
     micro_batches: int | None = None,
     seed: int = 0,
     optimizer: str = "sgd",
+    where: bool = False,
 ) -> Verdict:
     """Check a user's model, named `package.module:function`, under a wrapper or a strategy.
 
@@ -111,6 +115,7 @@ def on_rank(
         micro_batches=micro_batches,
         seed=seed,
         optimizer=optimizer_class(optimizer),
+        where=where,
     )
 
 
@@ -163,7 +168,7 @@ def _compare(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: i
     # Each step is repeated from the parameters that rank 0 had in it (they are judged as well), so
     # that a difference of a last bit after the first step does not grow in the second.
     parameters = from_main((trained.initial, trained.values), own)
-    copy = on_all(own, lambda: Copy(jobs.task, parameters[0], jobs.seed, own.device))
+    copy = on_all(own, lambda: Copy(jobs.task, parameters[0], jobs.seed, own.device, jobs.where))
     steps = [
         jobs.batches(jobs.task, own.rank, step, micro_batches, own.device) for step in range(STEPS)
     ]
@@ -211,9 +216,19 @@ def _compare(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: i
             warning=warning,
             optimizer=jobs.optimizer.__name__,
             states=judge.states(),
+            where=_where(everyone, runs) if jobs.where else "",
         )
 
     return _Compared(on_main(own, verdict), trained.can_accumulate)
+
+
+def _where(everyone: Sequence[Trained], runs: Sequence[Run]) -> str:
+    """Return a sentence about the first module that differs."""
+    return first_difference(
+        [rank.calls for rank in everyone],
+        [run.calls[0] for run in runs],
+        [run.calls[1] for run in runs],
+    )
 
 
 def _named_stale(

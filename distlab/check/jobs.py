@@ -22,6 +22,7 @@ class Jobs:
     same_batch: bool
     seed: int
     optimizer: type[Optimizer] = torch.optim.SGD
+    where: bool = False
 
     def batches(
         self, source: Task, rank: int, step: int, micro_batches: int, device: torch.device

@@ -9,7 +9,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from distlab.check.expected import SLACK, Expected, Right
+from distlab.check.expected import Expected, Right
 from distlab.check.jobs import STEPS, Jobs
 from distlab.check.norm import norm_error
 from distlab.check.optimizer import Alone, States, step_alone
@@ -53,7 +53,7 @@ from distlab.check.signatures import (
     TIED,
     UNKNOWN,
 )
-from distlab.check.tensors import Tensors, wide
+from distlab.check.tensors import SLACK, Tensors, wide
 from distlab.check.training import Trained
 from distlab.check.verdict import NORM, Finding
 from distlab.check.weights import IGNORED, TARGETS_ALIKE

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from distlab.bench.task import blamed, factory_of
 from distlab.bench.wrappers import UserWrapper, whole_tensor
-from distlab.check.expected import SLACK, Right
+from distlab.check.expected import Right
 from distlab.check.jobs import Jobs
 from distlab.check.messages import exchange
-from distlab.check.tensors import Tensors, plain, wide
+from distlab.check.tensors import SLACK, Tensors, plain, wide
 from distlab.comm import RankContext
 from distlab.parallel import ParallelModel, stepped
 from distlab.parallel.shard import Shard

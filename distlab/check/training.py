@@ -1,11 +1,13 @@
 """Two training steps on the ranks, under the strategy or the user's wrapper."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import count
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.bench.task import blamed
@@ -15,11 +17,12 @@ from distlab.check.messages import exchange
 from distlab.check.norm import Norm
 from distlab.check.optimizer import States, state_here, whole_state
 from distlab.check.tensors import Tensors, copies, plain, wide
+from distlab.check.where import Calls, Trace
 from distlab.comm import RankContext
 from distlab.comm.rank_process import is_lost_peer
 from distlab.parallel import ParallelModel, stepped
 from distlab.parallel.shard import local_part
-from distlab.train.step import TrainStep
+from distlab.train.step import Loss, TrainStep
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Trained:
     owned: dict[str, list[tuple[int, int]]]
     absent: list[set[str]]  # of each step, parameters without a gradient
     states: list[States]  # of each step, the optimizer's state after it
+    calls: Calls  # what each module returned, empty if nothing was recorded
 
 
 def train(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int) -> Trained:
@@ -51,6 +55,7 @@ def train(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int)
         module = task.build(jobs.seed + own.rank, own.device)
         num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
         size_mb = num_bytes / 2**20 / 4  # at least four buckets
+        trace = Trace(module)  # with the names that modules have before they are wrapped
         model, optimizer = strategy.build(
             module, group, jobs.optimizer, {"lr": jobs.task.lr}, bucket_size_mb=size_mb
         )
@@ -70,10 +75,19 @@ def train(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int)
                 # the next forward may have forgotten to wait for.
                 values.update(copies(model.full_parameters()))
 
-        train_step = TrainStep(model, optimizer, task.loss_fn, mark=keep)
+        numbers = count(0)  # of micro-batches, in all steps
+
+        def loss_fn(model: nn.Module, batch: Any) -> Loss:
+            step, micro_batch = divmod(next(numbers), len(batches))
+            trace.begin(step + 1, micro_batch + 1)
+            return task.loss_fn(model, batch)
+
+        train_step = TrainStep(model, optimizer, loss_fn, mark=keep)
         losses = []
-        for step in range(STEPS):
-            losses.append(train_step(jobs.batches(task, own.rank, step, micro_batches, own.device)))
+        with trace.hooked() if jobs.where else nullcontext():
+            for step in range(STEPS):
+                batches = jobs.batches(task, own.rank, step, micro_batches, own.device)
+                losses.append(train_step(batches))
         final = copies(model.full_parameters(), module)
         owned = _owned(model, optimizer)
         states = [whole_state(model, each, own) for each in taken]
@@ -92,6 +106,7 @@ def train(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int)
         owned,
         absent,
         states,
+        trace.calls,
     )
 
 

@@ -53,6 +53,7 @@ class Verdict:
         warning: sentence about a mean of means, of which a check cannot say whether it is meant.
             Empty if there is none. It does not make a verdict wrong.
         optimizer: name of its class.
+        where: sentence about the first module that differs, if that was asked for.
         states: number of tensors of its state that were compared after each step.
     """
 
@@ -68,6 +69,7 @@ class Verdict:
     warning: str = ""
     optimizer: str = "SGD"
     states: int = 0
+    where: str = ""
 
     @property
     def right(self) -> bool:
@@ -107,6 +109,8 @@ class Verdict:
         )
         if self.states:
             parts[-1] += f"\nstate of {self.optimizer}: {self.states} tensors compared"
+        if self.where:
+            parts[-1] += f"\nwhere: {self.where}"
         if self.warning:
             parts.append(f"warning: {self.warning}")
         return "\n\n".join(parts)
