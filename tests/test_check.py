@@ -325,8 +325,7 @@ STATES = {  # wrapper → signature, step, kinds of state
     "counted_twice": (signatures.STATE_COUNT, 2, {"state step"}),
     "scaled_moments": (signatures.STATE_UNKNOWN, 2, {"state exp_avg_sq"}),
 }
-# Strategies that have all states on all ranks, by parameter, in slices, and as DTensors. `tests`
-# of the others are the same code.
+# They keep states on all ranks, divided by parameter, in slices, and as DTensors.
 WITH_STATE = [
     *("naive", "flat", "overlap", "bucketed", "zero1", "fsdp", "sharded-optimizer"),
     *("torch-ddp", "torch-zero", "fsdp2-of-ours", "by_hand", "flat_shards", "fsdp2"),
@@ -952,6 +951,12 @@ def test_the_command_ends_with_the_verdict():
     shown = json.loads(done.stdout)
     assert not shown["right"] and {each["what"] for each in shown["findings"]} == {"initial value"}
     assert done.stderr == ""  # nothing about processes that were stopped
+
+
+def test_the_command_compares_states_and_modules():
+    done = checked("--strategy", "zero1", "--optimizer", "AdamW", "--where")
+    assert done.returncode == 0, done.stderr
+    assert "state of AdamW: 18 tensors compared\nwhere: no module differs" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,8 @@ class Verdict:
         warning: sentence about a mean of means, of which a check cannot say whether it is meant.
             Empty if there is none. It does not make a verdict wrong.
         optimizer: name of its class.
-        where: sentence about the first module that differs, if that was asked for.
         states: number of tensors of its state that were compared after each step.
+        where: sentence about the first module that differs, if that was asked for.
     """
 
     ranks: int
