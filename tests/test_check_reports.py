@@ -483,7 +483,7 @@ plain = finishing(average)
 def test_right_models_raise_no_alarm(optimizer):
     cases = []
     for model in RIGHT:
-        options = {"optimizer": optimizer, "where": True}
+        options = {"optimizer": optimizer, "where": optimizer == "adamw"}
         if model == "two_heads":
             options["micro_batches"] = 3
         # The optimizer's state does not depend on who has averaged: for AdamW one wrapper is enough.
@@ -493,4 +493,5 @@ def test_right_models_raise_no_alarm(optimizer):
     for (model, wrap, _), verdict in zip(cases, found, strict=True):
         assert not isinstance(verdict, Exception), f"{model} under {wrap}: {verdict}"
         assert verdict.right and not verdict.warning, f"{model} under {wrap}: {verdict}"
-        assert verdict.where.startswith("no module differs"), f"{model} under {wrap}: {verdict}"
+        if optimizer == "adamw":
+            assert verdict.where.startswith("no module differs"), f"{model}: {verdict}"
