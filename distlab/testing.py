@@ -206,6 +206,8 @@ def check_gradients(
     same_batch: bool = False,
     micro_batches: int | None = None,
     timeout_s: float = 20.0,
+    optimizer: str = "sgd",
+    where: bool = False,
 ) -> "Verdict":
     """Train two steps of a model on several ranks and in one process, and compare the gradients.
 
@@ -224,6 +226,9 @@ def check_gradients(
         micro_batches: number of micro-batches per rank and step. Default: ranks + 1 (see
             `distlab.check.check`).
         timeout_s: seconds that a collective may take.
+        optimizer: name of a class in `torch.optim`, such as `adamw`, or of one of your own,
+            `package.module:Class`. Its state is compared as well.
+        where: True to name the first module whose output, or its gradient, differs.
 
     Raises:
         ValueError, TimeoutError: as in `distlab.check.check`.
@@ -236,7 +241,13 @@ def check_gradients(
         each if isinstance(each, str) else f"{each.__module__}:{each.__name__}"
         for each in (model, wrap)
     ]
-    options = {"batch": batch, "same_batch": same_batch, "micro_batches": micro_batches}
+    options = {
+        "batch": batch,
+        "same_batch": same_batch,
+        "micro_batches": micro_batches,
+        "optimizer": optimizer,
+        "where": where,
+    }
     try:
         answers = run_ranks(
             _answer, ranks, on_rank, *names, options, group_timeout_s=timeout_s, deadline_s=600.0

@@ -45,12 +45,18 @@ class CheckOptions(RankOptions):
     strategy: str = option(
         "bucketed", "strategy to check, without --wrap", choices=tuple(STRATEGIES)
     )
+    optimizer: str = option(
+        "sgd", "a class of torch.optim, or your own as package.module:Class; its state is compared"
+    )
     batch: int = option(4, "examples per micro-batch", least=1)
     micro_batches: int | None = option(
         None, "number per rank and step [ranks + 1, and where that is wrong also one]", least=1
     )
     same_batch: bool = option(
         False, "give all ranks the same batches, as in tensor or context parallelism"
+    )
+    where: bool = option(
+        False, "name the first module whose output, or its gradient, differs from one process"
     )
     seed: int = option(0, "seed of parameters and data", **SEED)
     backend: str | None = option("gloo", "backend of the ranks", choices=("nccl", "gloo"))
@@ -81,6 +87,8 @@ def main(arguments: Sequence[str]) -> int:
             same_batch=options.same_batch,
             micro_batches=options.micro_batches,
             seed=options.seed,
+            optimizer=options.optimizer,
+            where=options.where,
         )
         if not context.is_main:
             return 0

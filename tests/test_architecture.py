@@ -80,6 +80,9 @@ NAMED = {
         ),
         ("naive",),
     ),
+    # parts of a course's assignment, which have these names there
+    "grade.hooks": ("sharded-optimizer", "fsdp"),
+    "grade.examination": ("fsdp",),
     # rows next to which a submission is timed
     "grade.as_wrapper": ("local", "naive", "overlap", "bucketed", "torch-ddp"),
     "train.config": ("bucketed",),  # the default of an option

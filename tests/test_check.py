@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from distlab.bench.task import own_task
 from distlab.check import check, messages, on_rank, signatures
@@ -206,6 +207,280 @@ def moves_a_buffer(module, group):
     return module, and_move
 
 
+class FlatShards(nn.Module):
+    """FSDP by hand: between forward and backward a rank has only its part of each parameter, flat.
+
+    Args:
+        ranks: number by which the reduce-scatter divides.
+    """
+
+    def __init__(self, module, group, ranks):
+        super().__init__()
+        self.module, self.group, self.ranks = module, group, ranks
+        self.shapes = {}
+        for name, parameter in module.named_parameters():
+            dist.broadcast(parameter.data, 0, group)
+            self.shapes[name] = parameter.shape
+            parameter.register_post_accumulate_grad_hook(self.reduce_scatter)
+        self.sums = {}  # parameter → mean gradient of this rank's part, over backwards so far
+        for parameter in module.parameters():
+            parameter.data = self.part(parameter.data)
+
+    def part(self, whole):
+        size = -(-whole.numel() // self.group.size())
+        padded = F.pad(whole.flatten(), (0, size * self.group.size() - whole.numel()))
+        return padded.chunk(self.group.size())[self.group.rank()].clone()
+
+    def gather(self, name, local):
+        parts = [torch.empty_like(local) for _ in range(self.group.size())]
+        dist.all_gather(parts, local.contiguous(), group=self.group)
+        shape = self.shapes[name]
+        return torch.cat(parts)[: shape.numel()].view(shape)
+
+    def forward(self, *args):
+        for name, parameter in self.module.named_parameters():
+            parameter.grad = None
+            parameter.data = self.gather(name, parameter.data)
+        return self.module(*args)
+
+    def reduce_scatter(self, parameter):
+        whole = parameter.grad
+        dist.all_reduce(whole, group=self.group)
+        parameter.data = self.part(parameter.data)
+        parameter.grad = None
+        part = self.part(whole / self.ranks)
+        self.sums[parameter] = self.sums[parameter] + part if parameter in self.sums else part
+
+    def finish_gradient_synchronization(self):
+        for parameter, part in self.sums.items():
+            parameter.grad = part
+        self.sums = {}
+
+
+def flat_shards(module, group):
+    return FlatShards(module, group, group.size())
+
+
+def flat_shards_summed(module, group):
+    return FlatShards(module, group, 1)
+
+
+def flat_shards_alone(module, group):
+    """The same without a way to gather them."""
+    wrapped = flat_shards(module, group)
+    return wrapped.forward, wrapped.finish_gradient_synchronization
+
+
+def gathers_a_part(module, group):
+    wrapped = flat_shards(module, group)
+    wrapped.gather = lambda name, local: local
+    return wrapped
+
+
+# -- optimizers --------------------------------------------------------------------------------------------
+
+
+class Mistaken(torch.optim.AdamW):
+    """AdamW that makes the mistake noted at its parameters, so none in the check's own copy."""
+
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            mistake = getattr(parameter, "mistake", "")
+            if mistake == "own gradient":
+                parameter.grad = parameter.own_gradient
+            elif mistake == "reset":
+                self.state.pop(parameter, None)
+            elif mistake == "counted twice" and parameter in self.state:
+                self.state[parameter]["step"] += 1
+            elif mistake == "scaled" and parameter in self.state:
+                self.state[parameter]["exp_avg_sq"] *= 1.5
+        super().step()
+
+
+def making(mistake):
+    """Return `by_hand` for an optimizer that makes a mistake."""
+
+    def wrap(module, group):
+        module, finish = by_hand(module, group)
+        for parameter in module.parameters():
+            parameter.mistake = mistake
+
+        def keep_own():
+            for parameter in module.parameters():
+                parameter.own_gradient = parameter.grad.clone()
+            finish()
+
+        return module, keep_own
+
+    return wrap
+
+
+own_moments = making("own gradient")
+reset = making("reset")
+counted_twice = making("counted twice")
+scaled_moments = making("scaled")
+STATES = {  # wrapper → signature, step, kinds of state
+    "own_moments": (signatures.STATE_OWN, 1, {"state exp_avg", "state exp_avg_sq"}),
+    "reset": (signatures.STATE_RESET, 2, {"state exp_avg", "state exp_avg_sq", "state step"}),
+    "counted_twice": (signatures.STATE_COUNT, 2, {"state step"}),
+    "scaled_moments": (signatures.STATE_UNKNOWN, 2, {"state exp_avg_sq"}),
+}
+# They keep states on all ranks, divided by parameter, in slices, and as DTensors.
+WITH_STATE = [
+    *("naive", "flat", "overlap", "bucketed", "zero1", "fsdp", "sharded-optimizer"),
+    *("torch-ddp", "torch-zero", "fsdp2-of-ours", "by_hand", "flat_shards", "fsdp2"),
+]
+
+
+def with_optimizer(context, cases):
+    return [
+        on_rank(context, named(model), named(wrap), optimizer=optimizer)
+        for model, wrap, optimizer in cases
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_state_of_the_optimizer_is_compared(ranks):
+    cases = [("with_statistics", wrap, "adamw") for wrap in WITH_STATE]
+    cases += [("tied", "zero1", "rmsprop"), ("mlp", "fsdp", "NAdam"), ("mlp", "bucketed", "asgd")]
+    found = run_ranks(with_optimizer, ranks, cases, deadline_s=200)[0]
+    for (model, wrap, optimizer), verdict in zip(cases, found, strict=True):
+        assert verdict.right, f"{model} under {wrap}, {optimizer}: {verdict}"
+        kinds = {"adamw": 3, "rmsprop": 2, "NAdam": 4, "asgd": 4}[optimizer]
+        assert verdict.states == kinds * verdict.tensors, f"{wrap}, {optimizer}: {verdict}"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_mistakes_in_the_state_get_their_names(ranks):
+    cases = [("mlp", wrap, f"{HERE}:Mistaken") for wrap in ("by_hand", *STATES)]
+    right, *found = run_ranks(with_optimizer, ranks, cases, deadline_s=200)[0]
+    assert right.right and right.states == 18
+    for wrap, verdict in zip(STATES, found, strict=True):
+        signature, step, kinds = STATES[wrap]
+        seen = {(each.signature, each.step) for each in verdict.findings}
+        assert seen == {(signature, step)}, f"{wrap}: {verdict}"
+        assert {each.what for each in verdict.findings} == kinds, f"{wrap}: {verdict}"
+        assert len({each.tensor for each in verdict.findings}) == 6, f"{wrap}: {verdict}"
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("adamv", "torch.optim has no such class"),
+        (f"{HERE}:mlp", "give a class derived from torch.optim.Optimizer"),
+        ("lbfgs", "closure"),
+    ],
+)
+def test_other_optimizers_are_one_sentence(name, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        check_gradients(mlp, "flat", optimizer=name)
+    assert "\n" not in str(raised.value)
+
+
+# -- the first module that differs -------------------------------------------------------------------------
+
+
+def corrupts_weights(module, group):
+    """Rank 1 has other weights in its last layer from the second step on."""
+    module, finish = by_hand(module, group)
+
+    def finish_and_corrupt():
+        finish()
+        finish_and_corrupt.steps += 1
+
+    def corrupt(*_):
+        if finish_and_corrupt.steps == 1 and group.rank() == 1:
+            module[3].weight.data *= 1.001
+            handle.remove()
+
+    finish_and_corrupt.steps = 0
+    handle = module.register_forward_pre_hook(corrupt)
+    return module, finish_and_corrupt
+
+
+def patches_forward(module, group):
+    module, finish = by_hand(module, group)
+    forward = module[1].forward
+    module[1].forward = lambda x: forward(x) * 1.0001
+    return module, finish
+
+
+def patches_backward(module, group):
+    """The backward of a layer is another one on rank 1."""
+    module, finish = by_hand(module, group)
+    if group.rank() == 1:
+        module[2].register_full_backward_hook(lambda _, inputs, __: (inputs[0] * 1.5,))
+    return module, finish
+
+
+def scales_the_loss(module, group):
+    """Each rank divides before backward, and the gradients are added: right."""
+
+    class Divided(nn.Module):
+        def forward(self, *args):
+            out = module(*args).clone()
+            out.register_hook(divide)
+            return out
+
+    def divide(gradient):
+        return gradient / group.size()
+
+    @reduced
+    def add(name, gradient, group):
+        dist.all_reduce(gradient, group=group)
+
+    _, finish = add(module, group)
+    return Divided(), finish
+
+
+def checkpointed():
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 5)
+
+        def forward(self, x):
+            return self.second(checkpoint(self.first, x, use_reentrant=False).relu())
+
+    return classified(Blocks())
+
+
+SAME = "no module differs"
+WHERE = [  # model, wrapper, sentence
+    (
+        "mlp",
+        "corrupts_weights",
+        r"first, the output of 3 \(Linear\) .* rank 1, in step 2, .* 1, by",
+    ),
+    (
+        "mlp",
+        "patches_forward",
+        r"the output of 1 \(LayerNorm\) .* ranks 0, 1, in step 1, .* by 1.0e-04",
+    ),
+    (
+        "mlp",
+        "patches_backward",
+        r"the gradient of the output of 1 \(LayerNorm\) .* rank 1, in step 1",
+    ),
+    ("mlp", "divided_twice", SAME),  # a mistake outside of the modules
+    ("mlp", "scales_the_loss", SAME),
+    *((model, "ddp", SAME) for model in ("with_statistics", "tied", "tokens", "checkpointed")),
+    *(("tokens", wrap, SAME) for wrap in WITH_STATE if wrap != "flat_shards"),
+    ("mlp", "flat_shards", SAME),
+]
+
+
+def with_where(context, cases):
+    return [on_rank(context, named(model), named(wrap), where=True) for model, wrap, _ in cases]
+
+
+def test_the_first_module_that_differs_is_named():
+    found = run_ranks(with_where, 2, WHERE, deadline_s=200)[0]
+    for (model, wrap, sentence), verdict in zip(WHERE, found, strict=True):
+        assert re.match(".*" + sentence, verdict.where), f"{model} under {wrap}: {verdict}"
+        assert f"where: {verdict.where}" in str(verdict)
+
+
 # -- four reports, rebuilt; one is `divided_twice` -----------------------------------------------------------
 
 
@@ -259,6 +534,7 @@ RIGHT = [  # model, wrapper or strategy
     ("tokens", "fsdp2"),
     ("with_statistics", "ddp"),
     ("tied", "by_hand"),
+    ("mlp", "flat_shards"),
     ("mlp", "naive"),
     ("tied", "flat"),
     ("with_statistics", "overlap"),
@@ -275,6 +551,7 @@ WRONG = {  # wrapper → model, signature, tensors that have it
     "moves_a_buffer": ("with_statistics", signatures.BUFFER, {"1.running_mean"}),
     "divided_twice": ("mlp", signatures.DIVIDED, None),
     "without_micro_batches": ("mlp", signatures.MICRO_SUMMED, None),
+    "flat_shards_summed": ("mlp", signatures.SUMMED, None),
     "never_summed": ("mlp", signatures.OWN_DIVIDED, None),
     "a_step_late": ("mlp", signatures.PREVIOUS, None),
     "experts_doubled": ("mlp", signatures.SUMMED, {"3.weight", "3.bias"}),
@@ -622,6 +899,8 @@ def a_copy(module, group):
             r"must return a callable module, \(callable module, finish\), or .*; it returned 4 things",
         ),
         (mlp, a_copy, "must train the module it is given"),
+        (mlp, flat_shards_alone, r"0.weight has shape \(24,\) .* a method gather\(name, local\)"),
+        (mlp, gathers_a_part, r"gather\('0.weight', local\) returned \(24,\) .* shape \(8, 6\)"),
         (mlp, "bucketted", "did you mean bucketed"),
         (mlp, f"{HERE}:nothing", r"--wrap .* has no function 'nothing'"),
     ],
@@ -672,6 +951,12 @@ def test_the_command_ends_with_the_verdict():
     shown = json.loads(done.stdout)
     assert not shown["right"] and {each["what"] for each in shown["findings"]} == {"initial value"}
     assert done.stderr == ""  # nothing about processes that were stopped
+
+
+def test_the_command_compares_states_and_modules():
+    done = checked("--strategy", "zero1", "--optimizer", "AdamW", "--where")
+    assert done.returncode == 0, done.stderr
+    assert "state of AdamW: 18 tensors compared\nwhere: no module differs" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ FUNCTIONS = {
     "distlab.testing.run_ranks": "(fn, world_size, *args, backend='gloo', device=None, deadline_s=60.0, "
     "group_timeout_s=20.0)",
     "distlab.testing.check_gradients": "(model, wrap, ranks=2, *, batch=4, same_batch=False, "
-    "micro_batches=None, timeout_s=20.0)",
+    "micro_batches=None, timeout_s=20.0, optimizer='sgd', where=False)",
     "distlab.comm.rank_context": "(*, backend=None, device=None, timeout_s=60.0, store=None, rank=None, "
     "world_size=None)",
     "kernels.rmsnorm.rms_norm": "(x, weight, eps=1e-05)",

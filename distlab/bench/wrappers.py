@@ -4,7 +4,9 @@
         ...
         return module, finish           # or the callable module alone
 
-`finish()` may return the norm of the whole gradient, by which it clips. A third thing that the
+`finish()` may return the norm of the whole gradient, by which it clips. If parameters are cut without
+DTensor, the callable has a method `gather(name, local)` that returns the whole of a parameter, or of
+its gradient, from this rank's part. A third thing that the
 wrapper may return builds the optimizer:
 
     def make_optimizer(parameters, cls, **options):     # cls(parameters, **options) without it
@@ -25,6 +27,7 @@ from torch.optim import Optimizer
 from distlab.bench.task import factory_of
 from distlab.parallel import ParallelModel, Strategy, Wrapping
 from distlab.parallel.local_optimizer import Params
+from distlab.parallel.shard import plain_name
 
 # the method that the trainer calls after the last backward
 FINISH = "finish_gradient_synchronization"
@@ -55,6 +58,7 @@ class UserWrapper(ParallelModel):
         super().__init__()
         self.module, self.process_group = module, group
         self.device = next(module.parameters()).device
+        self._shapes = {plain_name(name): p.shape for name, p in _every_parameter(module)}
         parts = _parts_of(wrap(module, group))
         self._call = parts.call
         self._finish = parts.finish
@@ -62,6 +66,8 @@ class UserWrapper(ParallelModel):
         self.make_optimizer = parts.make_optimizer
         self._finished: Any = None  # the result of the last `finish()`
         self.can_accumulate = callable(getattr(self._call, "no_sync", None))
+        cut = [self.is_cut(name, parameter) for name, parameter in _every_parameter(module)]
+        self._gather = getattr(self._call, "gather", None) if any(cut) else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
@@ -94,8 +100,37 @@ class UserWrapper(ParallelModel):
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Return the parameters, as in `ParallelModel.full_parameters`."""
-        named = self.module.named_parameters(remove_duplicate=False)
-        return {name: whole_tensor(p).detach() for name, p in named}
+        named = _every_parameter(self.module)
+        return {name: self.whole(name, p.detach()) for name, p in named}
+
+    def is_cut(self, name: str, tensor: Tensor) -> bool:
+        """Return whether a tensor has another shape than the whole parameter with this name."""
+        return tensor.shape != self._shapes.get(plain_name(name), tensor.shape)
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the whole of a parameter, or of a tensor that is cut like it. A collective.
+
+        A DTensor gathers itself. Of other tensors the callable's method `gather(name, local)` makes
+        the whole. It is asked for every parameter, but only if the wrapper has cut one of them:
+        a shard with padding can have the shape of its whole.
+
+        Args:
+            name: the parameter's name in the module.
+            tensor: this rank's part.
+
+        Raises:
+            ValueError: `gather` returned another shape.
+        """
+        if self._gather is None or hasattr(tensor, "full_tensor"):
+            return whole_tensor(tensor)
+        gathered = self._gather(name, tensor)
+        if not isinstance(gathered, Tensor) or self.is_cut(name, gathered):
+            given = tuple(gathered.shape) if isinstance(gathered, Tensor) else type(gathered)
+            raise ValueError(
+                f"gather('{name}', local) returned {given} in place of a tensor of shape "
+                f"{tuple(self._shapes[plain_name(name)])}"
+            )
+        return gathered
 
 
 def wrapped_by(name: str) -> Strategy:
@@ -168,6 +203,11 @@ def _make_optimizer(
     """Make the optimizer by the wrapper's third value. See `Strategy.optimizer`."""
     parameters = list(model.parameters()) if params is None else params
     return model.make_optimizer(parameters, cls, **options)
+
+
+def _every_parameter(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of a module with their names, a tied one under each of its names."""
+    return list(module.named_parameters(remove_duplicate=False))
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:

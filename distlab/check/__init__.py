@@ -5,7 +5,8 @@ The tensors that differ are named, with the mistake that explains them.
     verdict = check(context, task, strategy)        # on every rank
     verdict.right, print(verdict)
 
-Ranks draw different weights and different batches, and train two steps by plain SGD. The module's
+Ranks draw different weights and different batches, and train two steps, by plain SGD unless another
+optimizer is asked for, whose state is then compared as well. The module's
 gradients are read after each step's synchronisation, its parameters there and after the last step.
 Each rank then repeats its micro-batches in a copy of the model that no wrapper has touched, from
 the parameters that the ranks had in that step. Rank 0 adds the gradients of all ranks in fp64, and
@@ -20,7 +21,8 @@ such a tensor is right while it differs by noise, and wrong when it differs by m
 
 Read `compare.py` first. `training.py` trains on the ranks, `reference.py` repeats that in one
 process, `weights.py` weighs the micro-batches, `expected.py` says how far right values may be
-apart, and `judge.py` finds the mistake, in a norm `norm.py`.
+apart, and `judge.py` finds the mistake, in a norm `norm.py`. `optimizer.py` reads an optimizer's state
+and steps it in one process. `where.py` finds the first module that differs.
 """
 
 from distlab.bench.wrappers import UserWrapper, whole_tensor, wrapped_by

@@ -6,19 +6,23 @@ from datetime import timedelta
 from itertools import product
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 
 from distlab.bench.task import Task, examined, own_task
 from distlab.bench.wrappers import wrapped_by
 from distlab.check.jobs import STEPS, Jobs
 from distlab.check.judge import Judge, NothingToCompare
 from distlab.check.messages import from_main, gather_on_main, on_all
+from distlab.check.optimizer import optimizer_class
 from distlab.check.reference import EACH_FORWARD, EACH_STEP, OWN_BUFFERS, Copy, Run, step_size
 from distlab.check.signatures import STALE, UNNAMED
 from distlab.check.tensors import Tensors
 from distlab.check.training import Trained, train
 from distlab.check.verdict import NORM, Finding, Verdict
+from distlab.check.where import first_difference
 from distlab.comm import RankContext
 from distlab.comm.rank_process import on_main
 from distlab.parallel import Strategy, get_strategy
@@ -35,6 +39,8 @@ def check(
     same_batch: bool = False,
     micro_batches: int | None = None,
     seed: int = 0,
+    optimizer: type[Optimizer] = torch.optim.SGD,
+    where: bool = False,
 ) -> Verdict:
     """Train two steps on all ranks and in one process and compare them; call it on every rank.
 
@@ -44,6 +50,8 @@ def check(
             sequence.
         micro_batches: number per rank and step. Default: ranks + 1, so that a factor of one cannot
             be taken for a factor of the other. What is wrong then is tried again with one.
+        optimizer: class that steps the parameters. Its state is compared as well.
+        where: True to name the first module whose output, or its gradient, differs.
 
     Returns:
         The verdict, the same on every rank.
@@ -65,8 +73,10 @@ def check(
         lr = on_main(
             own, lambda: step_size(task, task.batches(0, 0, own.device)[0], seed, own.device)
         )
+        if optimizer is not torch.optim.SGD:
+            lr = task.lr  # the size of another optimizer's step does not follow from the gradient
         task, candidate = replace(task, lr=lr), replace(candidate or task, lr=lr)
-        jobs = Jobs(task, candidate, strategy, same_batch, seed)
+        jobs = Jobs(task, candidate, strategy, same_batch, seed, optimizer, where)
         if micro_batches is not None:
             return _compare(own, context.group, jobs, micro_batches).verdict
         return _compare_twice(own, context.group, jobs)
@@ -83,10 +93,13 @@ def on_rank(
     same_batch: bool = False,
     micro_batches: int | None = None,
     seed: int = 0,
+    optimizer: str = "sgd",
+    where: bool = False,
 ) -> Verdict:
     """Check a user's model, named `package.module:function`, under a wrapper or a strategy.
 
-    The wrapper is named in the same form, the strategy by its name in the registry.
+    The wrapper is named in the same form, the strategy by its name in the registry, the optimizer
+    by that of its class in `torch.optim` or in the same form.
 
     Raises:
         ValueError, TimeoutError: as in `check`. Also if a factory fails or returns something else.
@@ -95,7 +108,14 @@ def on_rank(
     examined(model, task, context, seed)
     strategy = wrapped_by(wrap) if ":" in wrap else get_strategy(wrap)
     return check(
-        context, task, strategy, same_batch=same_batch, micro_batches=micro_batches, seed=seed
+        context,
+        task,
+        strategy,
+        same_batch=same_batch,
+        micro_batches=micro_batches,
+        seed=seed,
+        optimizer=optimizer_class(optimizer),
+        where=where,
     )
 
 
@@ -123,6 +143,8 @@ def _compare_twice(own: RankContext, group: ProcessGroup, jobs: Jobs) -> Verdict
             return several.verdict
     try:
         one = _compare(own, group, jobs, 1)
+    except NothingToCompare:
+        raise  # such as an optimizer whose step in fp16 is not a number
     except (ValueError, TimeoutError):
         if failure is not None:
             raise failure from None
@@ -146,7 +168,7 @@ def _compare(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: i
     # Each step is repeated from the parameters that rank 0 had in it (they are judged as well), so
     # that a difference of a last bit after the first step does not grow in the second.
     parameters = from_main((trained.initial, trained.values), own)
-    copy = on_all(own, lambda: Copy(jobs.task, parameters[0], jobs.seed, own.device))
+    copy = on_all(own, lambda: Copy(jobs.task, parameters[0], jobs.seed, own.device, jobs.where))
     steps = [
         jobs.batches(jobs.task, own.rank, step, micro_batches, own.device) for step in range(STEPS)
     ]
@@ -181,7 +203,8 @@ def _compare(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: i
         loss = sum(rank.loss for rank in everyone) / ranks
         expected = sum(run.loss for run in runs) / ranks
         number = len(steps[0])
-        warning = Judge(everyone, runs, copy, jobs).warning()
+        judge = Judge(everyone, runs, copy, jobs)
+        warning = judge.warning()
         return Verdict(
             ranks,
             number,
@@ -191,9 +214,21 @@ def _compare(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: i
             expected,
             trained.finish,
             warning=warning,
+            optimizer=jobs.optimizer.__name__,
+            states=judge.states(),
+            where=_where(everyone, runs) if jobs.where else "",
         )
 
     return _Compared(on_main(own, verdict), trained.can_accumulate)
+
+
+def _where(everyone: Sequence[Trained], runs: Sequence[Run]) -> str:
+    """Return a sentence about the first module that differs."""
+    return first_difference(
+        [rank.calls for rank in everyone],
+        [run.calls[0] for run in runs],
+        [run.calls[1] for run in runs],
+    )
 
 
 def _named_stale(

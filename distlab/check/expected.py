@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from distlab.check.reference import Sums
-
-SLACK = 32  # of fp32, for sums inside a matmul that a wrapper cuts and so makes in another order
+from distlab.check.tensors import SLACK
 
 
 @dataclass(frozen=True)

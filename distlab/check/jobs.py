@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from distlab.bench.task import Task
 from distlab.parallel import Strategy
@@ -20,6 +21,8 @@ class Jobs:
     strategy: Strategy
     same_batch: bool
     seed: int
+    optimizer: type[Optimizer] = torch.optim.SGD
+    where: bool = False
 
     def batches(
         self, source: Task, rank: int, step: int, micro_batches: int, device: torch.device

@@ -3,14 +3,16 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from distlab.check.expected import SLACK, Expected, Right
+from distlab.check.expected import Expected, Right
 from distlab.check.jobs import STEPS, Jobs
 from distlab.check.norm import norm_error
+from distlab.check.optimizer import Alone, States, step_alone
 from distlab.check.reference import Copy, Run
 from distlab.check.signatures import (
     ABSENT,
@@ -41,13 +43,17 @@ from distlab.check.signatures import (
     SCALED,
     SEQUENCE,
     SHARE,
+    STATE_COUNT,
+    STATE_OWN,
+    STATE_RESET,
+    STATE_UNKNOWN,
     STEPPED_TWICE,
     STEPPED_WRONG,
     SUMMED,
     TIED,
     UNKNOWN,
 )
-from distlab.check.tensors import wide
+from distlab.check.tensors import SLACK, Tensors, wide
 from distlab.check.training import Trained
 from distlab.check.verdict import NORM, Finding
 from distlab.check.weights import IGNORED, TARGETS_ALIKE
@@ -87,8 +93,10 @@ class Judge:
         return (
             self._initial()
             or self._gradients(1)
+            or self._states(1)
             or self._values(1)
             or self._gradients(2)
+            or self._states(2)
             or self._values(2)
             or self._buffers()
             or self._norms()
@@ -366,6 +374,121 @@ class Judge:
                     return True
         return False
 
+    # -- the optimizer's state ---------------------------------------------------------------------
+
+    def states(self) -> int:
+        """Return how many tensors of the optimizer's state were compared after each step."""
+        if self.jobs.optimizer is torch.optim.SGD:
+            return 0
+        return sum(len(self._compared_states(STEPS, name)) for name in self.copy.trainable)
+
+    @cached_property
+    def _alone(self) -> list[Alone]:
+        """Return the optimizer in one process, for each rank given the gradients seen there."""
+        found = []
+        for rank, trained in enumerate(self.ranks):
+            if rank and all(map(_equal, trained.gradients, self.ranks[0].gradients)):
+                found.append(found[0])
+                continue
+            gradients = []
+            for of_step, absent in zip(trained.gradients, trained.absent, strict=True):
+                gradients.append({name: of_step[name] for name in of_step.keys() - absent})
+            found.append(Alone(self.jobs, self._starts, gradients))
+        return found
+
+    @property
+    def _starts(self) -> tuple[Tensors, Tensors]:
+        """Return the parameters before each step."""
+        return self.ranks[0].initial, self.ranks[0].values
+
+    def _compared_states(self, step: int, name: str) -> dict[str, dict[int, tuple[Tensor, Right]]]:
+        """Return kind of state → rank → the state there, and the right one."""
+        found: dict[str, dict[int, tuple[Tensor, Right]]] = {}
+        dtype = self.copy.trainable[name].dtype
+        for rank, trained in enumerate(self.ranks):
+            rights = self._alone[rank].state(step, name, dtype)
+            for kind, seen in trained.states[step - 1].get(name, {}).items():
+                seen = wide(seen)
+                if kind in rights and seen.shape == rights[kind].value.shape:
+                    found.setdefault(kind, {})[rank] = (seen, rights[kind])
+        return found
+
+    def _states(self, step: int) -> list[Finding]:
+        """Find what differs in the optimizer's state after a step whose gradients were right."""
+        if self.jobs.optimizer is torch.optim.SGD:
+            return []  # it has none
+        wrong: dict[str, dict[str, tuple[float, list[Tensor]]]] = {}
+        for name in self.copy.trainable:
+            for kind, of_ranks in self._compared_states(step, name).items():
+                if not all(right.agrees(seen) for seen, right in of_ranks.values()):
+                    error = max(_error(seen, right.value) for seen, right in of_ranks.values())
+                    there = [seen for seen, _ in of_ranks.values()]
+                    wrong.setdefault(name, {})[kind] = (error, there)
+        mistakes = self._mistaken_states(step) if wrong else []
+        found = []
+        for name, kinds in wrong.items():
+            named = {}
+            for kind, (_, seen) in kinds.items():
+                if seen[0].ndim or not self.copy.trainable[name].ndim:
+                    named[kind] = self._state_signature(mistakes, name, kind, seen)
+            only_reset = set(named.values()) == {STATE_RESET}
+            for kind, (error, _) in kinds.items():
+                # One number for the whole parameter is a count, which begins anew with the moments.
+                signature = named.get(kind, STATE_RESET if only_reset else STATE_COUNT)
+                found.append(Finding(name, f"state {kind}", step, error, signature))
+        return found
+
+    def _mistaken_states(self, step: int) -> list[tuple[str, list[States]]]:
+        """Return the states after a step that mistakes would give, of each rank or of all."""
+        mistakes = []
+        if step == STEPS:
+            fresh = step_alone(self.jobs, self._starts[1:], self.ranks[0].gradients[1:])
+            mistakes.append((STATE_RESET, fresh.states))
+        ranks = len(self.ranks)
+        names = [name for name, p in self.copy.trainable.items() if not p.is_complex()]
+        for weight in (1.0, 1 / ranks):
+            own = []
+            for rank in range(ranks):
+                gradients = []
+                for number in range(1, step + 1):
+                    of_rank = {}
+                    for name in names:
+                        of_rank[name] = self._of_rank(number, name, rank, weight).value
+                    gradients.append(of_rank)
+                own.append(step_alone(self.jobs, self._starts[:step], gradients).states[-1])
+            mistakes.append((STATE_OWN, own))
+        return mistakes
+
+    def _state_signature(
+        self,
+        mistakes: Sequence[tuple[str, list[States]]],
+        name: str,
+        kind: str,
+        seen: Sequence[Tensor],
+    ) -> str:
+        """Return which mistake gives the state of a parameter."""
+        for signature, states in mistakes:
+            if self._made_of(seen, [each[name].get(kind) for each in states], name):
+                return signature
+        return STATE_UNKNOWN
+
+    def _made_of(self, seen: Sequence[Tensor], parts: Sequence[Tensor | None], name: str) -> bool:
+        """Return whether each element of a wrong state is that of one of several other states.
+
+        Sharded states have elements of several ranks. Nearness only gives a name, so it is 0.1 %
+        of the usual element, or four roundings.
+        """
+        if any(part is None or part.shape != seen[0].shape for part in parts):
+            return False
+        others = torch.stack(list(parts))
+        usual = others.square().mean().sqrt().item()
+        near = max(1e-3, 4 * torch.finfo(self.copy.trainable[name].dtype).eps) * usual
+        for each in seen:
+            error = (others - each).abs().min(0).values
+            if not error.square().mean().sqrt().item() <= near:
+                return False
+        return True
+
     # -- values after a step -----------------------------------------------------------------------
 
     def _values(self, step: int) -> list[Finding]:
@@ -393,23 +516,22 @@ class Judge:
         """Return which mistake gives the value after a step, None if it is right, and its error."""
         before = wide((self.ranks[0].initial if step == 1 else self.ranks[0].values)[name])
         after = self._after(step, name)
-        gradient = self.expected[step - 1].mean(name)
-        lr = self.jobs.task.lr
+        changes = [self._change(step, name, rank) for rank in range(len(after))]
+        if any(change is None for change in changes):
+            return None, 0.0
         eps = torch.finfo(self.copy.trainable[name].dtype).eps
 
-        def updated(times: float) -> Right:
-            value = before - times * lr * gradient.value
+        def updated(times: float, change: Right = changes[0]) -> Right:
+            value = before + times * change.value
             # The product and the difference are each rounded by half an eps; a master copy in
             # higher precision is not.
-            rounding = eps / 2 * (value.abs() + 2 * abs(times) * lr * gradient.value.abs()) * 1.01
-            rms = rounding.square().mean().sqrt().item() + abs(times) * lr * gradient.rms
-            return Right(
-                value, 2 * rounding + abs(times) * lr * gradient.element + 1e-30, rms + 1e-30
-            )
+            rounding = eps / 2 * (value.abs() + 2 * abs(times) * change.value.abs()) * 1.01
+            rms = rounding.square().mean().sqrt().item() + abs(times) * change.rms
+            return Right(value, 2 * rounding + abs(times) * change.element + 1e-30, rms + 1e-30)
 
         right = updated(1)
         error = _error(after, right.value)
-        if all(map(right.agrees, after)):
+        if all(updated(1, changes[rank]).agrees(each) for rank, each in enumerate(after)):
             return None, error
         if not all(replace(right, value=after[0]).agrees(each) for each in after):
             return NOT_SENT, error
@@ -417,19 +539,28 @@ class Judge:
             return STEPPED_TWICE, error
         if all(map(updated(0).agrees, after)):
             return NOT_STEPPED, error
-        if self._decayed(before, after, gradient.value, updated, self.copy.trainable[name].dtype):
+        dtype = self.copy.trainable[name].dtype
+        if self._decayed(before, after, changes[0].value, updated, dtype):
             return DECAYED, error
         return STEPPED_WRONG, error
+
+    def _change(self, step: int, name: str, rank: int) -> Right | None:
+        """Return the right change of a parameter in a step. None if there is none to compare."""
+        if self.jobs.optimizer is not torch.optim.SGD:
+            return self._alone[rank].update(step, name, self.copy.trainable[name].dtype)
+        gradient = self.expected[step - 1].mean(name)
+        lr = self.jobs.task.lr
+        return Right(-lr * gradient.value, lr * gradient.element, lr * gradient.rms)
 
     def _decayed(
         self,
         before: Tensor,
         after: Tensor,
-        gradient: Tensor,
+        change: Tensor,
         updated: Callable[[float], Right],
         dtype: torch.dtype,
     ) -> bool:
-        """Return whether a value is (1 − d) · before − times · lr · gradient, for some d > 0.
+        """Return whether a value is (1 − d) · before + times · change, for some d > 0.
 
         The fitted `times` must be near 1.
         """
@@ -438,9 +569,9 @@ class Judge:
         right = updated(1)
         tries = [(_slope(after[0] - right.value, before), 1.0)]
         # Where the value has shrunk after the update, too, the update has with it.
-        columns = torch.stack([before.flatten(), -self.jobs.task.lr * gradient.flatten()], 1)
-        change = (after[0] - before).flatten()[:, None]
-        tries.append(tuple(torch.linalg.lstsq(columns, change).solution.flatten().tolist()))
+        columns = torch.stack([before.flatten(), change.flatten()], 1)
+        seen = (after[0] - before).flatten()[:, None]
+        tries.append(tuple(torch.linalg.lstsq(columns, seen).solution.flatten().tolist()))
         for shrink, times in tries:
             plain = updated(times)
             rounding = torch.finfo(dtype).eps * before.abs()  # of two more products
@@ -472,6 +603,11 @@ class Judge:
                 )
                 found.append(Finding(name, "buffer", STEPS, error, BUFFER))
         return found
+
+
+def _equal(first: Tensors, second: Tensors) -> bool:
+    """Return whether two gradients have the same bits."""
+    return all(torch.equal(first[name], second[name]) for name in first)
 
 
 def _close(seen: Tensor, right: Tensor, eps: float) -> bool:

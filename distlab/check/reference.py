@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from distlab.bench.task import Task
 from distlab.check.messages import exchange
 from distlab.check.tensors import Tensors, copies, wide
 from distlab.check.weights import Weights, seen_in, weights_of
+from distlab.check.where import Calls, Trace
 from distlab.comm import RankContext
 from distlab.train.step import mean_loss
 
@@ -132,6 +134,8 @@ class Run:
         states: for each step, the buffers before each micro-batch and after the last.
         loss: loss of the last step.
         micro_batches: number per step.
+        calls: what each module returned, and the same with parameters moved by their last bit.
+            Empty if nothing was recorded.
     """
 
     sums: list[dict[str, Sums]]
@@ -139,6 +143,7 @@ class Run:
     states: list[list[Tensors]]
     loss: float
     micro_batches: int
+    calls: tuple[Calls, Calls]
 
 
 class Copy:
@@ -148,18 +153,31 @@ class Copy:
         trainable: name → parameter, of those that train and have elements.
         frozen: names of the other parameters.
         tied: names of parameters that the module has under several names.
+        where: True to record what each module returns.
         has_state: True if there are floating-point buffers, which forward may read and write.
     """
 
-    def __init__(self, task: Task, initial: Tensors, seed: int, device: torch.device):
-        self.task = task
+    def __init__(
+        self,
+        task: Task,
+        initial: Tensors,
+        seed: int,
+        device: torch.device,
+        where: bool = False,
+    ):
+        self.task, self.where = task, where
         self.module = task.build(seed, device)
         for name, parameter in self.module.named_parameters():
-            if name not in initial or initial[name].shape != parameter.shape:
+            if name not in initial:
                 raise ValueError(
-                    f"{name} is not there, or has another shape, under the wrapper: only whole "
-                    "parameters and DTensors "
-                    "can be compared"
+                    f"the module has no parameter {name} under the wrapper: parameters are compared "
+                    "by their names"
+                )
+            if initial[name].shape != parameter.shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(initial[name].shape)} under the wrapper, not "
+                    f"{tuple(parameter.shape)}: give what the wrapper returns a method "
+                    "gather(name, local) that returns the whole of this rank's part"
                 )
         named = dict(self.module.named_parameters())
         self.trainable = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
@@ -221,6 +239,7 @@ class Copy:
         if own.is_main:
             policy = OWN_BUFFERS
         all_sums, all_states, at_end, loss = [], [], [], 0.0
+        traces = (Trace(self.module), Trace(self.module))
         before = initial
         for number, micro_batches in enumerate(steps):
             read = {}  # micro-batch → buffers that it finds in place of its own
@@ -229,15 +248,17 @@ class Copy:
             elif policy == EACH_FORWARD:
                 read = dict(enumerate(main_states[number][:-1]))
             then = late if number == len(steps) - 1 else None
-            step = (parameters[number], then, arrival, micro_batches, before, read)
-            gradients, states, losses, counts = self._step(*step, moved=False)
+            step = (number, parameters[number], then, arrival, micro_batches, before, read)
+            gradients, states, losses, counts = self._step(*step, traces[0], moved=False)
             weights = weights_of(exchange(own, seen_in(micro_batches, counts)), own.rank)
             loss = 0.0
             for weight, of_batch in zip(weights.right, losses, strict=True):
                 loss += weight * of_batch
             # With weights that did not arrive in time, only the values are wanted, and not their
             # noise.
-            others = gradients if arrival is not None else self._step(*step, moved=True)[0]
+            others = (
+                gradients if arrival is not None else self._step(*step, traces[1], moved=True)[0]
+            )
             sums = {}
             for name in self.trainable:
                 sums[name] = Sums.of(
@@ -247,16 +268,19 @@ class Copy:
             at_end.append(weights.at_end)
             all_states.append(states)
             before = states[-1]
-        return Run(all_sums, at_end, all_states, loss, len(steps[0]))
+        calls = (traces[0].calls, traces[1].calls)
+        return Run(all_sums, at_end, all_states, loss, len(steps[0]), calls)
 
     def _step(
         self,
+        step: int,
         parameters: Tensors,
         late: Tensors | None,
         arrival: int | None,
         micro_batches: Sequence[Any],
         before: Tensors,
         read: Mapping[int, Tensors],
+        trace: Trace,
         moved: bool,
     ) -> tuple[list[Tensors], list[Tensors], list[float], list[float | None]]:
         """Repeat one step. Return the gradients, the buffers, the losses and the counts.
@@ -277,7 +301,9 @@ class Copy:
             states.append(copies({}, self.module))
             for parameter in self.trainable.values():
                 parameter.grad = torch.zeros_like(parameter)
-            loss, count = self.task.loss_fn(self.module, batch), None
+            trace.begin(step + 1, number + 1)
+            with trace.hooked() if self.where else nullcontext():
+                loss, count = self.task.loss_fn(self.module, batch), None
             if isinstance(loss, tuple):
                 loss, count = loss[0], float(loss[1])
             else:

@@ -5,6 +5,8 @@ from torch import Tensor, nn
 
 from distlab.parallel.shard import plain_name
 
+SLACK = 32  # of fp32, for sums inside a matmul that a wrapper cuts and so makes in another order
+
 Tensors = dict[str, Tensor]
 
 

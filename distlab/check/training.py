@@ -1,10 +1,13 @@
 """Two training steps on the ranks, under the strategy or the user's wrapper."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import count
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.bench.task import blamed
@@ -12,12 +15,14 @@ from distlab.bench.wrappers import UserWrapper, whole_tensor
 from distlab.check.jobs import STEPS, Jobs
 from distlab.check.messages import exchange
 from distlab.check.norm import Norm
+from distlab.check.optimizer import States, state_here, whole_state
 from distlab.check.tensors import Tensors, copies, plain, wide
+from distlab.check.where import Calls, Trace
 from distlab.comm import RankContext
 from distlab.comm.rank_process import is_lost_peer
 from distlab.parallel import ParallelModel, stepped
 from distlab.parallel.shard import local_part
-from distlab.train.step import TrainStep
+from distlab.train.step import Loss, TrainStep
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,9 @@ class Trained:
     can_accumulate: bool
     # name → (first element, number) that only this rank's optimizer steps
     owned: dict[str, list[tuple[int, int]]]
+    absent: list[set[str]]  # of each step, parameters without a gradient
+    states: list[States]  # of each step, the optimizer's state after it
+    calls: Calls  # what each module returned, empty if nothing was recorded
 
 
 def train(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int) -> Trained:
@@ -47,28 +55,42 @@ def train(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int)
         module = task.build(jobs.seed + own.rank, own.device)
         num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
         size_mb = num_bytes / 2**20 / 4  # at least four buckets
+        trace = Trace(module)  # with the names that modules have before they are wrapped
         model, optimizer = strategy.build(
-            module, group, torch.optim.SGD, {"lr": jobs.task.lr}, bucket_size_mb=size_mb
+            module, group, jobs.optimizer, {"lr": jobs.task.lr}, bucket_size_mb=size_mb
         )
         initial = copies(model.full_parameters(), module)
-        gradients, norms, values = [], [], {}
+        gradients, absent, norms, values, taken = [], [], [], {}, []
 
         def keep(phase: str) -> None:
-            if phase != "forward_backward":
+            if phase == "optimizer":
+                taken.append(state_here(model, optimizer))
                 return
-            gradients.append(_whole_gradients(model, own))
+            whole, without = _whole_gradients(model, own)
+            gradients.append(whole)
+            absent.append(without)
             norms.append(_norm_of(model))
             if len(gradients) == STEPS:
                 # Not right after the first step: reading them there would wait for messages that
                 # the next forward may have forgotten to wait for.
                 values.update(copies(model.full_parameters()))
 
-        train_step = TrainStep(model, optimizer, task.loss_fn, mark=keep)
+        numbers = count(0)  # of micro-batches, in all steps
+
+        def loss_fn(model: nn.Module, batch: Any) -> Loss:
+            step, micro_batch = divmod(next(numbers), len(batches))
+            trace.begin(step + 1, micro_batch + 1)
+            return task.loss_fn(model, batch)
+
+        train_step = TrainStep(model, optimizer, loss_fn, mark=keep)
         losses = []
-        for step in range(STEPS):
-            losses.append(train_step(jobs.batches(task, own.rank, step, micro_batches, own.device)))
+        with trace.hooked() if jobs.where else nullcontext():
+            for step in range(STEPS):
+                batches = jobs.batches(task, own.rank, step, micro_batches, own.device)
+                losses.append(train_step(batches))
         final = copies(model.full_parameters(), module)
         owned = _owned(model, optimizer)
+        states = [whole_state(model, each, own) for each in taken]
         model.close(restore=False)
     finish = getattr(model, "finish", "")
     can_accumulate = getattr(model, "can_accumulate", True)
@@ -82,14 +104,21 @@ def train(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int)
         finish,
         can_accumulate,
         owned,
+        absent,
+        states,
+        trace.calls,
     )
 
 
 @torch.no_grad()
-def _whole_gradients(model: ParallelModel, own: RankContext) -> Tensors:
-    """Return the gradient of every trainable parameter on this rank; sharded ones are gathered."""
+def _whole_gradients(model: ParallelModel, own: RankContext) -> tuple[Tensors, set[str]]:
+    """Return the gradient of every trainable parameter on this rank; sharded ones are gathered.
+
+    Returns:
+        The gradients, and the names of the parameters that have none, for which they are zero.
+    """
     model.gradients()  # under ZeRO-1, lets shards have their gradients
-    whole, trained = {}, False
+    whole, trained = {}, set()
     parts = {}  # name → (first element, values); a rank may have no element of a parameter
     for shard in model.shards():
         tensor, name = shard.tensor, plain(shard.name)
@@ -97,20 +126,29 @@ def _whole_gradients(model: ParallelModel, own: RankContext) -> Tensors:
             continue
         gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
         if shard.replicated or hasattr(tensor, "full_tensor"):
-            whole[name] = whole_tensor(gradient).cpu().clone()
+            whole[name] = _whole(model, name, gradient).cpu().clone()
         else:
             whole[name] = torch.zeros(shard.shape, dtype=gradient.dtype)
             parts[name] = (shard.start, shard.like(name, gradient).values.cpu().clone())
-        trained = trained or tensor.grad is not None
+        if tensor.grad is not None:
+            trained.add(name)
     everyone = exchange(own, (trained, parts))
     if not any(trained for trained, _ in everyone):
         raise ValueError(
             "no parameter of the module got a gradient: a wrapper must train the module it is given"
         )
-    for _, of_rank in everyone:
-        for name, (start, values) in of_rank.items():
+    for of_rank, their_parts in everyone:
+        for name, (start, values) in their_parts.items():
             whole[name].view(-1)[start : start + len(values)] = values
-    return whole
+        trained |= of_rank & their_parts.keys()
+    return whole, whole.keys() - trained
+
+
+def _whole(model: ParallelModel, name: str, tensor: Tensor) -> Tensor:
+    """Return the whole of a parameter, or of a tensor that is cut like it. A collective."""
+    if isinstance(model, UserWrapper):
+        return model.whole(name, tensor)
+    return whole_tensor(tensor)
 
 
 @torch.no_grad()
@@ -123,6 +161,8 @@ def _norm_of(model: ParallelModel) -> Norm:
     for shard in model.shards():
         placements = getattr(shard.tensor, "placements", ())
         is_sharded = not shard.replicated or any(each.is_shard() for each in placements)
+        if isinstance(model, UserWrapper):
+            is_sharded = is_sharded or model.is_cut(shard.name, shard.tensor)
         if is_sharded and shard.tensor.grad is not None:
             local = wide(local_part(shard.tensor.grad))
             shards[plain(shard.name)] = local.square().sum().item()

@@ -19,7 +19,8 @@ class Finding:
     Attributes:
         tensor: name in the module.
         what: kind of value that differs: `initial value`, `gradient`, `value` (after a step),
-            `buffer`, or `norm` (of the whole gradient).
+            `buffer`, `norm` (of the whole gradient), or `state` and its kind, such as
+            `state exp_avg` (of the optimizer, after a step).
         step: number from 1 on, or 0 before the first step.
         error: largest |Δ| over ranks and elements, relative to the largest element in one process.
         signature: mistake that gives these values.
@@ -51,6 +52,9 @@ class Verdict:
             was not tried.
         warning: sentence about a mean of means, of which a check cannot say whether it is meant.
             Empty if there is none. It does not make a verdict wrong.
+        optimizer: name of its class.
+        states: number of tensors of its state that were compared after each step.
+        where: sentence about the first module that differs, if that was asked for.
     """
 
     ranks: int
@@ -63,6 +67,9 @@ class Verdict:
     accumulation: tuple[Finding, ...] = ()
     right_with_one: bool | None = None
     warning: str = ""
+    optimizer: str = "SGD"
+    states: int = 0
+    where: str = ""
 
     @property
     def right(self) -> bool:
@@ -100,6 +107,10 @@ class Verdict:
             f"loss of step {STEPS}: {self.loss:.6g}, in one process {self.expected_loss:.6g}"
             + (f"\nfinish that was called: {self.finish}" if self.finish else "")
         )
+        if self.states:
+            parts[-1] += f"\nstate of {self.optimizer}: {self.states} tensors compared"
+        if self.where:
+            parts[-1] += f"\nwhere: {self.where}"
         if self.warning:
             parts.append(f"warning: {self.warning}")
         return "\n\n".join(parts)
