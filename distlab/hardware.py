@@ -102,8 +102,8 @@ A100_SXM_40GB = GPUSpec(
     pcie_bandwidth=32 * GB,
     peak=_tera(fp64=19.5, fp32=19.5, tf32=156, bf16=312, fp16=312),
     source=(
-        "NVIDIA A100 Tensor Core GPU datasheet; NVIDIA A100 Tensor Core GPU Architecture white paper; "
-        "CUDA C++ Programming Guide, compute capability 8.0"
+        "NVIDIA A100 Tensor Core GPU datasheet; NVIDIA A100 Tensor Core GPU Architecture white "
+        "paper; CUDA C++ Programming Guide, compute capability 8.0"
     ),
     fp32_lanes_per_sm=64,
     l2_bytes_per_clock=5120,  # architecture white paper, "A100 L2 cache"
@@ -130,8 +130,8 @@ H100_SXM = GPUSpec(
     # The datasheet's figures with sparsity, halved; digits after the point from the white paper.
     peak=_tera(fp64=66.9, fp32=66.9, tf32=494.7, bf16=989.4, fp16=989.4, fp8=1978.9),
     source=(
-        "NVIDIA H100 Tensor Core GPU datasheet; NVIDIA H100 Tensor Core GPU Architecture white paper; "
-        "CUDA C++ Programming Guide, compute capability 9.0"
+        "NVIDIA H100 Tensor Core GPU datasheet; NVIDIA H100 Tensor Core GPU Architecture white "
+        "paper; CUDA C++ Programming Guide, compute capability 9.0"
     ),
     watts=700,
 )
@@ -143,8 +143,9 @@ H100_SXM_96GB = replace(
     hbm_bandwidth=2400 * GB,
     watts=500,
     full_watts=700,
-    source="Grattafiori et al. 2024, The Llama 3 Herd of Models, and torchtitan's performance page: the Grand Teton "
-    "platform's H100s have 96 GB of HBM2e at 2.4 TB/s and a limit of 500 W; the chip is the H100's",
+    source="Grattafiori et al. 2024, The Llama 3 Herd of Models, and torchtitan's performance "
+    "page: the Grand Teton platform's H100s have 96 GB of HBM2e at 2.4 TB/s and a limit of 500 W; "
+    "the chip is the H100's",
 )
 
 H100_PCIE = replace(
@@ -177,9 +178,9 @@ B200 = replace(
     # An eighth of an HGX B200; where the datasheet says "with sparsity", half of that.
     peak=_tera(fp64=37, fp32=75, tf32=1100, bf16=2250, fp16=2250, fp8=4500),
     source=(
-        "NVIDIA HGX B200 and DGX B200 datasheets; NVIDIA Blackwell Tuning Guide, compute capability 10.0 (an SM's "
-        "registers, warps and memories are the H100's); SM count and L2 from published device queries, not checked on "
-        "a device here"
+        "NVIDIA HGX B200 and DGX B200 datasheets; NVIDIA Blackwell Tuning Guide, compute "
+        "capability 10.0 (an SM's registers, warps and memories are the H100's); SM count and L2 "
+        "from published device queries, not checked on a device here"
     ),
     watts=1000,
 )
@@ -267,18 +268,20 @@ class ClusterSpec:
             and min(self.inside_hop_s, self.between_hop_s) >= 0
         ):
             raise ValueError(
-                f"card_bytes_per_s={self.card_bytes_per_s}, inside_bytes_per_s={self.inside}, hops of "
-                f"{self.inside_hop_s} and {self.between_hop_s} s: bandwidths must be positive, latencies not negative"
+                f"card_bytes_per_s={self.card_bytes_per_s}, inside_bytes_per_s={self.inside}, hops "
+                f"of {self.inside_hop_s} and {self.between_hop_s} s: bandwidths must be positive, "
+                "latencies not negative"
             )
         if self.oversubscription < 1:
             raise ValueError(
-                f"oversubscription={self.oversubscription}: 1 for switches that carry all that the cards send, more "
-                "where they carry less"
+                f"oversubscription={self.oversubscription}: 1 for switches that carry all that the "
+                "cards send, more where they carry less"
             )
         if self.hosts > 1 and self.between > self.inside:
             raise ValueError(
-                f"a GPU of {self.name} sends {self.between / GB:g} GB/s to other hosts and {self.inside / GB:g} GB/s "
-                "inside its own: give cards_per_host and card_bytes_per_s in bytes (not bits) per second"
+                f"a GPU of {self.name} sends {self.between / GB:g} GB/s to other hosts and "
+                f"{self.inside / GB:g} GB/s inside its own: give cards_per_host and "
+                "card_bytes_per_s in bytes (not bits) per second"
             )
 
     @property
@@ -310,14 +313,20 @@ CLUSTERS = {
             "dgx-a100",
             A100_SXM_80GB,
             card_bytes_per_s=25 * GB,
-            source="NVIDIA DGX A100 datasheet: 8 × A100, NVSwitch, 8 × ConnectX-6 of 200 Gb/s for compute",
+            source=(
+                "NVIDIA DGX A100 datasheet: 8 × A100, NVSwitch, 8 × ConnectX-6 of 200 Gb/s for "
+                "compute"
+            ),
         ),
         ClusterSpec(
             "p4d",
             A100_SXM_40GB,
             card_bytes_per_s=12.5 * GB,
             cards_per_host=4,
-            source="Amazon EC2 P4d page: 8 × A100 40GB, NVSwitch, 4 × 100 Gb/s of EFA, each for two GPUs",
+            source=(
+                "Amazon EC2 P4d page: 8 × A100 40GB, NVSwitch, 4 × 100 Gb/s of EFA, each for two "
+                "GPUs"
+            ),
         ),
         ClusterSpec(
             "dgx-h100",
@@ -337,7 +346,10 @@ CLUSTERS = {
         ClusterSpec(
             "grand-teton",
             H100_SXM_96GB,
-            source="torchtitan's performance page and the Llama 3 paper: 8 × H100 (see there), 400 Gb/s RDMA per GPU",
+            source=(
+                "torchtitan's performance page and the Llama 3 paper: 8 × H100 (see there), 400 "
+                "Gb/s RDMA per GPU"
+            ),
         ),
     )
 }
@@ -362,7 +374,8 @@ def cluster(text: str) -> ClusterSpec:
     numbers = size.split("x")
     if len(numbers) > 2 or not all(number.isdigit() and int(number) > 0 for number in numbers):
         raise ValueError(
-            f"cluster {text!r}: give NAME:HOSTSxGPUS or NAME:GPUS, such as {name}:16x8 or {name}:128"
+            f"cluster {text!r}: give NAME:HOSTSxGPUS or NAME:GPUS, such as {name}:16x8 or "
+            f"{name}:128"
         )
     if len(numbers) == 2:
         return replace(

@@ -120,7 +120,8 @@ def check_names(out: str, *names: str | None) -> None:
             )
         if name is not None and len(os.fsencode(name)) > LONGEST_NAME:
             raise ValueError(
-                f"--name of {len(name)} characters is too long for a folder: give at most {LONGEST_NAME} bytes"
+                f"--name of {len(name)} characters is too long for a folder: give at most "
+                f"{LONGEST_NAME} bytes"
             )
 
 
@@ -300,8 +301,8 @@ def open_run(header: Header, folder: Path, may_change: Sequence[str] = ()) -> Ru
         before = from_fields(Header, read_checked(saved), saved)
         if found := same_run(before, header, may_change):
             raise ValueError(
-                f"--name {folder.name}: {folder} holds another run: {'; '.join(found)}. Give the same options to "
-                "resume it, or another --name"
+                f"--name {folder.name}: {folder} holds another run: {'; '.join(found)}. Give the "
+                "same options to resume it, or another --name"
             )
         records = read_json(rows) if rows.is_file() else []
         if any(
@@ -313,7 +314,7 @@ def open_run(header: Header, folder: Path, may_change: Sequence[str] = ()) -> Ru
     return Run(header, folder, records)
 
 
-# -- the list of all runs ------------------------------------------------------------------------------------------
+# -- the list of all runs --------------------------------------------------------------------------
 
 
 def rows_of(run: str | Path, *roots: str | Path) -> Path:
@@ -332,7 +333,8 @@ def rows_of(run: str | Path, *roots: str | Path) -> Path:
             return found
     what = f"has no {ROWS}" if any(path.is_dir() for path in paths) else "does not exist"
     raise ValueError(
-        f"{run} {what}: give a run as `distlab runs` names it, its folder, its {ROWS} or a file of records/"
+        f"{run} {what}: give a run as `distlab runs` names it, its folder, its {ROWS} or a file of "
+        "records/"
     )
 
 

@@ -150,9 +150,9 @@ def run_ranks(
         del main.__file__  # of `python -`; new processes would look for a script of that name
     if not hasattr(main, "__file__") and getattr(fn, "__module__", None) == "__main__":
         raise TypeError(
-            f"run_ranks starts new processes, and they cannot import {getattr(fn, '__name__', fn)} from a notebook or "
-            "a prompt: write it to a file (in a notebook, `%%writefile on_ranks.py` as a cell's first line), and "
-            "import it from there"
+            f"run_ranks starts new processes, and they cannot import {getattr(fn, '__name__', fn)} "
+            "from a notebook or a prompt: write it to a file (in a notebook, `%%writefile "
+            "on_ranks.py` as a cell's first line), and import it from there"
         )
     try:
         job = pickle.dumps((fn, args))
@@ -269,8 +269,8 @@ class _Rank:
             fate += f" ({signal.Signals(-code).name})"
         if code == -signal.SIGABRT:
             fate += (
-                ", as gloo ends a process that receives a longer message than it expects: ranks are in different "
-                "collectives, or their tensors differ in size"
+                ", as gloo ends a process that receives a longer message than it expects: ranks "
+                "are in different collectives, or their tensors differ in size"
             )
         return _Failure("\n".join([fate, *self.stacks.read().splitlines()]), fate, time.monotonic())
 
@@ -314,7 +314,8 @@ def _started_ranks(world_size: int, deadline_s: float) -> list[_Rank]:
             shut_down()
             script = getattr(sys.modules["__main__"], "__file__", "the main module")
             raise RuntimeError(
-                f"the rank processes did not get past importing {script}, as each new process does: put what the "
+                f"the rank processes did not get past importing {script}, as each new process "
+                "does: put what the "
                 'script runs, also its call of run_ranks, under `if __name__ == "__main__":`'
             ) from None
     return _ranks[:world_size]
@@ -437,7 +438,8 @@ def _run_job(message: bytes) -> Any:
         fn, args = pickle.loads(job)
     except (AttributeError, ImportError) as error:
         raise TypeError(
-            f"a rank process cannot import the function or an argument ({error}): define it at the top of a module"
+            f"a rank process cannot import the function or an argument ({error}): define it at the "
+            "top of a module"
         ) from None
     # a job ends with a collection, which need not look through torch and all that is imported by
     # now

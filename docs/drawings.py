@@ -1,4 +1,5 @@
-"""Drawings of the learn pages, from the lab's own code and lists: `python docs/drawings.py` writes docs/images/*.svg.
+"""Drawings of the learn pages, from the lab's own code and lists: `python docs/drawings.py` writes
+docs/images/*.svg.
 
 A drawing is rows of cells: a cell begins somewhere, has a width, a text and a colour.
 """

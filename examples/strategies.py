@@ -1,4 +1,5 @@
-"""Every strategy in one sitting: naive, flat, overlap, bucketed DDP, ZeRO-1 and FSDP on plain torch.distributed.
+"""Every strategy in one sitting: naive, flat, overlap, bucketed DDP, ZeRO-1 and FSDP on plain
+torch.distributed.
 
     torchrun --standalone --nproc_per_node=2 examples/strategies.py   # two ranks: NCCL on GPUs, gloo on the CPU
     python examples/strategies.py                                     # alone
@@ -34,7 +35,10 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 def mean_of(tensor: Tensor, group: ProcessGroup) -> dict[str, Any]:
-    """Return options of a reduction to the mean: NCCL averages; gloo only sums, so `tensor` is divided before."""
+    """Return options of a reduction to the mean: NCCL averages.
+
+    Gloo only sums, so `tensor` is divided before.
+    """
     averages = dist.get_backend(group) == "nccl"
     if not averages:
         tensor.mul_(1 / group.size())
@@ -48,7 +52,10 @@ def mean_of(tensor: Tensor, group: ProcessGroup) -> dict[str, Any]:
 # == Every rank keeps the whole model
 # ==================================================================================
 class DataParallel(nn.Module):
-    """What all share: ranks start with rank 0's parameters; after finish the gradients are means over the ranks."""
+    """What all share: ranks start with rank 0's parameters.
+
+    After finish the gradients are means over the ranks.
+    """
 
     def __init__(self, module: nn.Module, group: ProcessGroup):
         super().__init__()
@@ -81,7 +88,8 @@ class NaiveDDP(DataParallel):
 
 
 class Bucket:
-    """Parameters whose gradients are one message: side by side in `buffer`, padded to a slice of equal size per rank.
+    """Parameters whose gradients are one message: side by side in `buffer`, padded to a slice of
+    equal size per rank.
 
     buffer          │ p3 │ p2               │ p1 │ p0 │ pad │
     slices          │ rank 0            │ rank 1            │
@@ -106,7 +114,10 @@ class Bucket:
         return self
 
     def pack(self) -> Tensor:
-        """Copy the gradients to their places, zeros where this rank has none; each `.grad` is a view from then on."""
+        """Copy the gradients to their places, zeros where this rank has none.
+
+        Each `.grad` is a view from then on.
+        """
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
         return self.buffer
@@ -133,7 +144,8 @@ class FlatDDP(DataParallel):
 
 
 class OverlapDDP(NaiveDDP):
-    """One message for each parameter while backward goes on, in one order on all ranks, whichever hook fires first.
+    """One message for each parameter while backward goes on, in one order on all ranks, whichever
+    hook fires first.
 
     compute         │ forward │ backward ──────────── │    │ optimizer │
     communication   │         │    │ pn │ … │ p2 │ p1 │ p0 │           │
@@ -170,7 +182,8 @@ class OverlapDDP(NaiveDDP):
 
 
 class BucketedDDP(OverlapDDP):
-    """Few large messages while backward goes on: bandwidth instead of latency, and most of it hidden.
+    """Few large messages while backward goes on: bandwidth instead of latency, and most of it
+    hidden.
 
     compute         │ forward │ backward ───────────────── │      │ optimizer │
     communication   │         │     │ bucket 0 │ bucket 1 │ … bn │           │
@@ -187,7 +200,8 @@ class BucketedDDP(OverlapDDP):
 # == Every rank keeps a part
 # ===========================================================================================
 class ZeroOptimizer:
-    """ZeRO-1: a rank gets its slice of each bucket's mean, steps it with 1/N of the state, and gathers the others'.
+    """ZeRO-1: a rank gets its slice of each bucket's mean, steps it with 1/N of the state, and
+    gathers the others'.
 
     compute         │ forward │ backward ──────────── │    │ step 1/N │                     │
     communication   │         │   reduce-scatter b0 │ … │ bn │          │ all-gather b0 … bn  │
@@ -244,7 +258,8 @@ class Unit:
 
 
 class FSDP(DataParallel):
-    """Parameters, gradients and state in slices; a unit is whole while it computes, and while the one before does.
+    """Parameters, gradients and state in slices; a unit is whole while it computes, and while the
+    one before does.
 
     compute         │    A    │    B    │    B'   │    A'   │      │ optimizer │
     communication   │ag A│ag B│         │ag B│ag A│rs B     │ rs A │           │

@@ -71,7 +71,10 @@ def sentences(count: int = 10_000) -> bytes:
 
 
 def train(options: argparse.Namespace, context: RankContext) -> dict[int, float]:
-    """Train on this rank, each rank on its share of every batch; return the printed losses by step."""
+    """Train on this rank, each rank on its share of every batch.
+
+    Return the printed losses by step.
+    """
 
     def say(text: str) -> None:
         if context.is_main:  # one voice for all ranks
@@ -109,7 +112,8 @@ def train(options: argparse.Namespace, context: RankContext) -> dict[int, float]
         checkpoints.load(stored, model, optimizer)
         first, wrote = stored.step, stored.content
         say(
-            f"from step {first}, which {wrote['world_size']} rank(s) wrote under {wrote['strategy']}"
+            f"from step {first}, which {wrote['world_size']} rank(s) wrote under "
+            f"{wrote['strategy']}"
         )
 
     losses = {}

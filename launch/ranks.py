@@ -57,8 +57,9 @@ def start_ranks(
     free = free_bytes("cpu")
     if free is not None and ranks > max(2, free // RANK_BYTES):
         raise ValueError(
-            f"--nproc {ranks}: a rank's process takes {RANK_BYTES / 2**30:.1f} GiB before it does anything, and "
-            f"{free / 2**30:.1f} GiB are free; start at most {max(2, free // RANK_BYTES)} here"
+            f"--nproc {ranks}: a rank's process takes {RANK_BYTES / 2**30:.1f} GiB before it does "
+            f"anything, and {free / 2**30:.1f} GiB are free; start at most "
+            f"{max(2, free // RANK_BYTES)} here"
         )
     # one thread per rank, and torchrun need not warn of it
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -87,8 +88,9 @@ def start_ranks(
                 "--rdzv-endpoint=localhost:0",
                 f"--rdzv-id={uuid.uuid4()}",
             ]
-            # A fork has only the thread that forked: a lock that another thread holds stays locked in
-            # the child, which then hangs. A spawned process starts anew, which takes seconds longer.
+            # A fork has only the thread that forked: a lock that another thread holds stays locked
+            # in the child, which then hangs. A spawned process starts anew, which takes seconds
+            # longer.
             method = "fork" if threading.active_count() == 1 else "spawn"
             config, *_ = torchrun.config_from_args(
                 torchrun.parse_args([*alone, f"--start-method={method}", *command])

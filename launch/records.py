@@ -102,12 +102,14 @@ def main(arguments: Sequence[str]) -> int:
     if args.list:
         for case in wanted:
             print(
-                f"{case.experiment + '/' + case.run:<48} {case.minutes:5.1f} min  {case.commit(into) or 'none'}"
+                f"{case.experiment + '/' + case.run:<48} {case.minutes:5.1f} min  "
+                f"{case.commit(into) or 'none'}"
             )
         return 0
     if now is None or now.endswith("-dirty"):
         raise ValueError(
-            f"records are of a commit, and this tree is {now or 'in none'}: commit first, or --commit SHA"
+            f"records are of a commit, and this tree is {now or 'in none'}: commit first, or "
+            "--commit SHA"
         )
     return measure([case for case in wanted if case.commit(into) != now], now, into, args.minutes)
 

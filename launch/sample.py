@@ -83,8 +83,8 @@ def check_export(folder: str) -> None:
     is_export = (target / "model.safetensors").exists()
     if (target / "config.json").exists() and not is_export:
         raise ValueError(
-            f"--export {folder}: its config.json is not of an export, a run's for example, and would be lost: give "
-            "another folder"
+            f"--export {folder}: its config.json is not of an export, a run's for example, and "
+            "would be lost: give another folder"
         )
 
 

@@ -20,7 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def environment() -> dict[str, str]:
-    """This process's environment with the checkout importable, and without the marks of an outer torchrun."""
+    """This process's environment with the checkout importable, and without the marks of an outer
+    torchrun.
+    """
     outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     inherited = {key: value for key, value in os.environ.items() if key not in outer}
     return inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -29,7 +31,8 @@ def environment() -> dict[str, str]:
 def python(
     *arguments: str | os.PathLike, timeout: float = 120, cwd: Path = ROOT, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """`python arguments…`, in the repository's root, which is importable; raises if it outlasts `timeout` seconds.
+    """`python arguments…`, in the repository's root, which is importable; raises if it outlasts
+    `timeout` seconds.
 
     There it is `forked`; elsewhere, or of code (`-c`), it is a new interpreter, which may have
     other variables.
@@ -76,7 +79,8 @@ def forked(
     stderr: Path,
     be: Callable[[Sequence[str]], None] = be_python,
 ) -> multiprocessing.Process:
-    """A process, in the repository's root, that is `be(command)`, its output in files (which may be one).
+    """A process, in the repository's root, that is `be(command)`, its output in files (which may be
+    one).
 
     It is forked from what forks the ranks of tests, which has imported torch.
     """
@@ -109,7 +113,8 @@ def children(pid: int) -> list[int]:
 
 
 def on_terminal(command: Sequence[str], stdout: Path) -> tuple[multiprocessing.Process, TextIO]:
-    """A command in the background whose stderr is a terminal, which shows what is done now; that terminal's lines.
+    """A command in the background whose stderr is a terminal, which shows what is done now; that
+    terminal's lines.
 
     It is `forked`, its output in a file.
     """
@@ -129,7 +134,10 @@ def _say_and_be(stderr_is_open: Connection, command: Sequence[str]) -> None:
 
 
 def shown(terminal: Iterable[str]) -> Iterator[str]:
-    """The lines of a terminal, until nobody writes there any more; one that is rewritten comes when the next does."""
+    """The lines of a terminal, until nobody writes there any more.
+
+    One that is rewritten comes when the next does.
+    """
     with contextlib.suppress(OSError):  # Linux: the other end is closed
         for line in terminal:
             yield line.removesuffix("\n").removeprefix("\x1b[K")

@@ -1,4 +1,6 @@
-"""Shared set-up: one thread per process, markers that skip with a reason, hypothesis without a clock."""
+"""Shared set-up: one thread per process, markers that skip with a reason, hypothesis without a
+clock.
+"""
 
 import contextlib
 import json
@@ -71,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if needs(item) <= gpus]
 
 
-# -- the last line: what the tests and all processes that they started have cost -------------------------------
+# -- the last line: what the tests and all processes that they started have cost -------------------
 
 TOOK_S: dict[str, float] = defaultdict(float)  # by test function, all its cases
 CPU_S_OF_WORKERS: list[float] = []  # of the processes that tests started on each of xdist's workers
@@ -87,7 +89,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def renewed(costs: dict[str, float], took_s: dict[str, float]) -> dict[str, float]:
-    """What test functions take now; a figure that was right within a half, or a quarter of a second, stays."""
+    """What test functions take now.
+
+    A figure that was right within a half, or a quarter of a second, stays.
+    """
     stays = {name: costs.get(name, 0.0) for name in took_s}
     changed = {
         name: round(s, 1) for name, s in took_s.items() if abs(s - stays[name]) > max(0.25, s / 2)
@@ -128,7 +133,10 @@ def context():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is marked `ranks(N)` on so many ranks, or on its `world_size`; its `backend` is theirs, too."""
+    """Run a test that is marked `ranks(N)` on so many ranks, or on its `world_size`.
+
+    Its `backend` is theirs, too.
+    """
     if mark := pyfuncitem.get_closest_marker("ranks"):
         given = {
             name: pyfuncitem.funcargs[name]

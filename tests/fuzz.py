@@ -81,7 +81,7 @@ MOST_FAILURES = 5  # after which the command ends
 LOST = re.compile("[Tt]imeout|Timed out|Connection closed")
 
 
-# -- what a case is ----------------------------------------------------------------------------------------
+# -- what a case is --------------------------------------------------------------------------------
 
 
 def _short_repr(self: Any) -> str:
@@ -206,11 +206,13 @@ def parts_of(parts: Sequence[Part]) -> Iterator[Part]:
         yield from parts_of(part.inside)
 
 
-# -- the model that a case describes -----------------------------------------------------------------------
+# -- the model that a case describes ---------------------------------------------------------------
 
 
 class Moment:
-    """What modules know besides their input: the number that branches go by, and where backward is to raise."""
+    """What modules know besides their input: the number that branches go by, and where backward is
+    to raise.
+    """
 
     number = 0
     raises_at = ""
@@ -229,7 +231,9 @@ class Found:
 
 
 class Matrix(nn.Module):
-    """A parameter of its own, read by itself: a scalar, three dimensions, transposed, or with holes between rows."""
+    """A parameter of its own, read by itself: a scalar, three dimensions, transposed, or with holes
+    between rows.
+    """
 
     def __init__(self, form: str, width: int):
         super().__init__()
@@ -568,7 +572,7 @@ def loss_of(
     return torch.stack(losses).sum()
 
 
-# -- training it -------------------------------------------------------------------------------------------
+# -- training it -----------------------------------------------------------------------------------
 
 # eps is large so that AdamW's update is a smooth function of the gradient: no rounding becomes a
 # step of ±lr.
@@ -582,8 +586,9 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 
 
 def grouped(regime: Regime, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """Trainable parameters as an optimizer takes them: "one" group, "dim" (weight decay for matrices alone, by
-    `p.dim()`, as everybody writes it) or "halves", of which the second learns at half the rate."""
+    """Trainable parameters as an optimizer takes them: "one" group, "dim" (weight decay for
+    matrices alone, by `p.dim()`, as everybody writes it) or "halves", of which the second learns at
+    half the rate."""
     if regime.groups == "dim":
         groups = [
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.3},
@@ -904,7 +909,7 @@ class OnRanks(OneProcess):
         return full
 
 
-# -- collectives that arrive late --------------------------------------------------------------------------
+# -- collectives that arrive late ------------------------------------------------------------------
 
 
 class Late:
@@ -941,8 +946,8 @@ def _bits(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def late_arrivals(*names: str) -> Iterator[None]:
-    """Inside, nobody sees what collectives of these names bring before having waited for it, and what is being sent
-    must not change.
+    """Inside, nobody sees what collectives of these names bring before having waited for it, and
+    what is being sent must not change.
 
     Usually a small message has arrived long before anybody looks, and a wait that is missing goes
     unnoticed.
@@ -964,7 +969,7 @@ def late_arrivals(*names: str) -> Iterator[None]:
         yield
 
 
-# -- what is compared --------------------------------------------------------------------------------------
+# -- what is compared ------------------------------------------------------------------------------
 
 
 def has(case: Case, kind: str, *forms: str) -> bool:
@@ -1010,12 +1015,14 @@ def differences(mine: Trace, expected: Trace, allowed: float) -> Iterator[str]:
             yield f"{what} differs by {apart:.2e}; allowed {allowed:.0e}"
 
 
-# -- what a strategy refuses or leaves out -----------------------------------------------------------------
+# -- what a strategy refuses or leaves out ---------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A documented refusal: which strategies, of which cases, in which words (a regular expression)."""
+    """A documented refusal: which strategies, of which cases, in which words (a regular
+    expression).
+    """
 
     strategies: tuple[str, ...]
     words: str
@@ -1090,8 +1097,8 @@ def _reads_outside_units(case: Case) -> bool:
 
 
 def _inside_units(part: Part, read_elsewhere: bool, *, below_list: bool) -> Part:
-    """FSDP gathers a child of an `nn.ModuleList`, or a module that owns a matrix: a weight must be read there, and
-    ranks must run the same of them."""
+    """FSDP gathers a child of an `nn.ModuleList`, or a module that owns a matrix: a weight must be
+    read there, and ranks must run the same of them."""
     below = below_list or (part.kind == "list" and part.form != "dict") or part.kind == "answer"
     inside = tuple(_inside_units(each, read_elsewhere, below_list=below) for each in part.inside)
     form = part.form
@@ -1102,7 +1109,7 @@ def _inside_units(part: Part, read_elsewhere: bool, *, below_list: bool) -> Part
     return replace(part, inside=inside, form=form)
 
 
-# -- cases from seeds --------------------------------------------------------------------------------------
+# -- cases from seeds ------------------------------------------------------------------------------
 
 
 def generate(seed: int) -> Case:
@@ -1184,12 +1191,14 @@ def _regime(chance: random.Random) -> Regime:
     )
 
 
-# -- examining on ranks ------------------------------------------------------------------------------------
+# -- examining on ranks ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a case ended: "same", "refused", "invalid", "unstable", "differs" or "raises", and why."""
+    """How a case ended: "same", "refused", "invalid", "unstable", "differs" or "raises",
+    and why.
+    """
 
     outcome: str
     text: str = ""
@@ -1214,8 +1223,8 @@ COLLECTIVES = ("all_reduce_mean", "broadcast", "reduce_scatter_mean", "all_gathe
 def examine(
     context: RankContext, jobs: Sequence[Job], journal: str, until_failure: bool = False
 ) -> list[Verdict]:
-    """Every job's verdict, the same on all ranks; fewer than jobs if ranks fell out of step, or one failed where
-    nothing more is wanted. Rank 0 notes in the file `journal` which job it is at."""
+    """Every job's verdict, the same on all ranks; fewer than jobs if ranks fell out of step, or one
+    failed where nothing more is wanted. Rank 0 notes in the file `journal` which job it is at."""
     # verdicts must not meet what a failed case left in the other one
     own_group = torch.distributed.new_group()
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
@@ -1309,7 +1318,10 @@ NUDGE = 1e-14  # of each parameter; as much as sums in another order are off by
 def moved_by_a_nudge(
     case: Case, context: RankContext, zeros: tuple[frozenset[str], ...], expected: Trace
 ) -> set[str]:
-    """What differs by more than strategies may where one process begins elsewhere by NUDGE; values alone can."""
+    """What differs by more than strategies may where one process begins elsewhere by NUDGE.
+
+    Values alone can.
+    """
     nudged = OneProcess(case, context.world_size, context.rank, zeros)
     with torch.no_grad():
         for module in nudged.modules.values():
@@ -1344,7 +1356,9 @@ def _trained_alone(
 
 
 def _zeros(mine: Trace, expected: Trace) -> tuple[frozenset[str], ...]:
-    """FSDP gives a matrix that no rank used a gradient of zero, if its unit ran: their names, step by step."""
+    """FSDP gives a matrix that no rank used a gradient of zero, if its unit ran: their names, step
+    by step.
+    """
     matrices = {name for name, value in mine.parameters.items() if value.dim() >= 2}
     return tuple(
         frozenset(a - b) & matrices for a, b in zip(mine.present, expected.present, strict=True)
@@ -1387,7 +1401,7 @@ def run_jobs(
         left = left[len(verdicts) :]
 
 
-# -- the command -------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 def jobs_of(cases: Iterable[Case], strategies: Sequence[str]) -> list[Job]:

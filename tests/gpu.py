@@ -1,4 +1,5 @@
-"""Run every test that this machine's GPUs can show something by: `python3 -m tests.gpu`, which needs no installation.
+"""Run every test that this machine's GPUs can show something by: `python3 -m tests.gpu`, which
+needs no installation.
 
 Arguments are options of pytest, such as `-k overlap`. What times a GPU or looks at its memory has
 it for itself, after the others.
@@ -108,7 +109,8 @@ def main(options: list[str]) -> int:
         ", ".join(f"{count} × {name}" for name, count in devices.items()),
         f"commit {commit('unknown')}",
         f"torch {torch.__version__}",
-        f"{total['tests'] - failed - total['skipped']} passed, {failed} failed, {total['skipped']} skipped",
+        f"{total['tests'] - failed - total['skipped']} passed, {failed} failed, {total['skipped']} "
+        "skipped",
         f"{time.monotonic() - begin:.0f} s",
         sep="; ",
     )

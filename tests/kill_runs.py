@@ -1,4 +1,5 @@
-"""Kill training runs by SIGKILL at random moments, start them again, and compare every loss with an undisturbed run.
+"""Kill training runs by SIGKILL at random moments, start them again, and compare every loss with an
+undisturbed run.
 
     python -m tests.kill_runs --moments 50
 
@@ -43,8 +44,8 @@ STRATEGIES = (
 )
 STEPS = 40
 OPTIONS = (
-    "--backend=gloo --context=8 --vocab=31 --batch=12 --checkpoint-every=3 --lr=1e-4 --clip=0 --timeout=30 --name=run "
-    f"--bucket-size-mb=0.05 --validate-sequences=4 --steps={STEPS}"
+    "--backend=gloo --context=8 --vocab=31 --batch=12 --checkpoint-every=3 --lr=1e-4 --clip=0 "
+    f"--timeout=30 --name=run --bucket-size-mb=0.05 --validate-sequences=4 --steps={STEPS}"
 ).split()
 TOLERANCE = 1e-5  # nats; other groupings of the same sums, through forty AdamW steps of 1e-4
 START_S = 6.0  # moments of the start lie within these seconds
@@ -192,7 +193,8 @@ def main() -> int:
             return 1
     kills = ", ".join(f"{count} × {what}" for what, count in sorted(series.kills.items()))
     print(
-        f"{moments} kills ({kills}), largest |Δloss| {series.worst:.1e}, {time.monotonic() - begin:.0f} s"
+        f"{moments} kills ({kills}), largest |Δloss| {series.worst:.1e}, "
+        f"{time.monotonic() - begin:.0f} s"
     )
     return 0
 

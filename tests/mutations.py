@@ -80,7 +80,7 @@ def read_list(path: Path) -> tuple[Mutation, ...]:
 MUTATIONS = read_list(ROOT / "tests" / "mutations.toml")
 
 
-# -- the command -------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 def copy_tree(target: Path) -> None:
@@ -140,7 +140,8 @@ def examine(mutation: Mutation, root: Path, tests: Sequence[str]) -> Result:
     seconds = time.monotonic() - begin
     if done.returncode not in (0, 1):
         raise RuntimeError(
-            f"{mutation.name}: pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr}"
+            f"{mutation.name}: pytest ended with "
+            f"{done.returncode}:\n{done.stdout[-2000:]}{done.stderr}"
         )
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
     return Result(done.returncode == 1, failed[1] if failed else "", seconds)

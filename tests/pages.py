@@ -40,7 +40,9 @@ class Command:
 
 
 def commands_of(page: Path) -> list[Command]:
-    """Every command in fenced blocks of shell, in indented blocks and between single backticks, in page order."""
+    """Every command in fenced blocks of shell, in indented blocks and between single backticks, in
+    page order.
+    """
     name = str(page.relative_to(ROOT))
     text = page.read_text(encoding="utf-8")
     found: list[tuple[int, str]] = []
@@ -61,7 +63,9 @@ def commands_of(page: Path) -> list[Command]:
 
 
 def fenced_lines(page: Path) -> list[str]:
-    """Every line of a page's fenced blocks of shell, comments and continuations resolved, drawings left out."""
+    """Every line of a page's fenced blocks of shell, comments and continuations resolved, drawings
+    left out.
+    """
     found = []
     for match in _shell_fences(page.read_text(encoding="utf-8")):
         if not DRAWN.search(match[2]):

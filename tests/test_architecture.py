@@ -90,7 +90,10 @@ NAMED = {
 
 
 def violations(module, source, *, is_package=False):
-    """What a module breaks, a line of text each; a package's `__init__` goes by the package's name."""
+    """What a module breaks, a line of text each.
+
+    A package's `__init__` goes by the package's name.
+    """
     tree = ast.parse(source)
     found = [
         f"{module}:{line} imports {target}: {reason}"
@@ -114,7 +117,8 @@ def violations(module, source, *, is_package=False):
             and node.value in RANK_VARIABLES
         ):
             found.append(
-                f"{module}:{node.lineno} asks for {node.value}: only {RANK_READER} may, take a RankContext"
+                f"{module}:{node.lineno} asks for {node.value}: only {RANK_READER} may, take a "
+                "RankContext"
             )
     return found
 
@@ -125,7 +129,8 @@ def strategies_named(module, source):
     if package != "distlab" or rest.split(".")[0] == "parallel":
         return []
     return [
-        f"{module}:{node.lineno} writes {node.value!r}: ask a field of the strategy's entry in STRATEGIES"
+        f"{module}:{node.lineno} writes {node.value!r}: ask a field of the strategy's entry in "
+        "STRATEGIES"
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Constant) and node.value in STRATEGIES.keys() - NAMED.get(rest, ())
     ]
@@ -234,7 +239,10 @@ def test_no_strategy_is_known_by_its_name():
 
 
 def test_one_operation_is_three_files():
-    """For who takes RMSNorm along; its form for CPUs, long rows, costs and the recorder come when they are used."""
+    """For who takes RMSNorm along.
+
+    Its form for CPUs, long rows, costs and the recorder come when they are used.
+    """
     done = python(
         "-c",
         "import kernels.rmsnorm, sys; print(*(x for x in sys.modules if x.startswith('kernels.')))",
@@ -247,7 +255,9 @@ def test_one_operation_is_three_files():
 
 
 def test_every_folder_of_tests_is_a_package():
-    """Else pytest puts the folder itself on the path, and `import experiments` finds tests/experiments."""
+    """Else pytest puts the folder itself on the path, and `import experiments` finds
+    tests/experiments.
+    """
     folders = {path.parent for path in (ROOT / "tests").rglob("*.py")}
     assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
 

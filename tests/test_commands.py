@@ -54,7 +54,10 @@ TIMEOUT_S = 420
 
 
 def runnable():
-    """Command as it is run → page that it stands on; an experiment once, however often pages name it."""
+    """Command as it is run → page that it stands on.
+
+    An experiment once, however often pages name it.
+    """
     found: dict[str, str] = {}
     for page in pages():
         for command in commands_of(page):
@@ -76,7 +79,9 @@ def runnable():
 
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory):
-    """A copy of the working tree with this interpreter as its virtual environment, and a reader's text and code."""
+    """A copy of the working tree with this interpreter as its virtual environment, and a reader's
+    text and code.
+    """
     copy = tmp_path_factory.mktemp("checkout") / "distlab"
     ignored = shutil.ignore_patterns(".venv", ".git", "outputs", "__pycache__")
     shutil.copytree(ROOT, copy, ignore=ignored)

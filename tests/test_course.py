@@ -1,5 +1,5 @@
-"""The adapters as a course's suite uses them: two gloo ranks as `mp.spawn` starts them, on CPUs or sharing a GPU,
-people's own layers, warnings as errors.
+"""The adapters as a course's suite uses them: two gloo ranks as `mp.spawn` starts them, on CPUs or
+sharing a GPU, people's own layers, warnings as errors.
 
 Behaviour, not any suite's text: every form is driven through its one-line adapter module, against
 one process that trains on all data.
@@ -53,7 +53,7 @@ def test_one_import_line_answers_a_whole_suite(year):
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 
-# -- two processes, as suites start them -----------------------------------------------------------------------
+# -- two processes, as suites start them -----------------------------------------------------------
 
 
 def spawn(fn, *args):
@@ -163,7 +163,7 @@ def test_wrappers_follow_one_process(device):
     spawn(wrapped, torch.device(device))
 
 
-# -- kernels ---------------------------------------------------------------------------------------------------
+# -- kernels ---------------------------------------------------------------------------------------
 
 
 def test_attention_is_the_one_that_kernels_have():

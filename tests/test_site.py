@@ -1,4 +1,6 @@
-"""The documentation site, where mkdocs is installed: no warning, no dead link, every public name, and in a browser."""
+"""The documentation site, where mkdocs is installed: no warning, no dead link, every public name,
+and in a browser.
+"""
 
 import importlib.util
 import os

@@ -1,4 +1,6 @@
-"""run_ranks: results in rank order, tracebacks of the children, deadlines, and a fresh start after a failure."""
+"""run_ranks: results in rank order, tracebacks of the children, deadlines, and a fresh start after
+a failure.
+"""
 
 import importlib
 import os

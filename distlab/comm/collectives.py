@@ -26,8 +26,8 @@ from distlab.comm.wait_diagnostics import LONG_WAIT, waiting
 T = TypeVar("T")
 
 # Names of methods of a process group. The functions of torch.distributed that wrap them spend
-# microseconds of every call on checks. torch 2.13 renamed these two, and torch 2.11 has only the old
-# names.
+# microseconds of every call on checks. torch 2.13 renamed these two, and torch 2.11 has only the
+# old names.
 if hasattr(ProcessGroup, "all_gather_single"):
     _ALL_GATHER = "all_gather_single"
     _REDUCE_SCATTER = "reduce_scatter_single"

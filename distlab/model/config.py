@@ -56,8 +56,8 @@ def kept_levels(choice: Checkpointing, num_layers: int) -> tuple[str, ...]:
         or sum(counts) != num_layers
     ):
         raise ValueError(
-            f"checkpointing {choice!r}: give LEVEL:BLOCKS, several with commas, whose numbers add up to the "
-            f"{num_layers} blocks of the model; levels are {', '.join(RECOMPUTATION)}"
+            f"checkpointing {choice!r}: give LEVEL:BLOCKS, several with commas, whose numbers add "
+            f"up to the {num_layers} blocks of the model; levels are {', '.join(RECOMPUTATION)}"
         )
     return tuple(
         level for (level, *_), count in zip(parts, counts, strict=True) for _ in range(count)
@@ -91,7 +91,8 @@ def checkpoint_group(choice: Checkpointing) -> int:
         size = choice
     if not isinstance(size, int) or size < 1:
         raise ValueError(
-            f"checkpointing {choice!r}: choose none, block, every-K with K blocks per group, or what blocks keep: "
+            f"checkpointing {choice!r}: choose none, block, every-K with K blocks per group, or "
+            "what blocks keep: "
             f"{', '.join(name for name in RECOMPUTATION if name not in ('block', 'none'))}"
         )
     return int(size)
@@ -153,13 +154,15 @@ class ModelConfig:
             )
         if self.num_heads % self.kv_heads:
             raise ValueError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.kv_heads}: heads of queries share "
-                "those of keys and values evenly; choose num_kv_heads among the divisors of num_heads"
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.kv_heads}: "
+                "heads of queries share those of keys and values evenly; choose num_kv_heads among "
+                "the divisors of num_heads"
             )
         if self.head_dim % 2:
             raise ValueError(
-                f"d_model={self.d_model} / num_heads={self.num_heads}: heads of odd width {self.head_dim}, "
-                "but RoPE rotates pairs of elements; choose num_heads so that the width is even"
+                f"d_model={self.d_model} / num_heads={self.num_heads}: heads of odd width "
+                f"{self.head_dim}, but RoPE rotates pairs of elements; choose num_heads so that "
+                "the width is even"
             )
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
@@ -312,7 +315,8 @@ def model_of(sizes: Mapping[str, Any]) -> ModelConfig:
     unknown = [name for name in given if name not in known]
     if missing or unknown:
         raise ValueError(
-            f"a model takes {', '.join(known)}; {missing or 'nothing'} is missing and {unknown or 'nothing'} is unknown"
+            f"a model takes {', '.join(known)}; {missing or 'nothing'} is missing and "
+            f"{unknown or 'nothing'} is unknown"
         )
     return ModelConfig(**given)
 
@@ -398,9 +402,9 @@ class ModelOptions(ModelChanges):
     )
     checkpointing: str = option(
         "none",
-        "activations that backward recomputes: none, each block, every-K; each block except its attention, "
-        "output, qkv or gate-up and those before it in this list, or (selective) its attention and every "
-        "other matmul; or auto: as many as memory requires",
+        "activations that backward recomputes: none, each block, every-K; each block except its "
+        "attention, output, qkv or gate-up and those before it in this list, or (selective) its "
+        "attention and every other matmul; or auto: as many as memory requires",
     )
 
     def __post_init__(self) -> None:

@@ -264,8 +264,9 @@ class TransformerLM(nn.Module):
         """
         if tokens_BT.ndim != 2 or tokens_BT.shape[1] > self.config.context_length:
             raise ValueError(
-                f"tokens of shape {tuple(tokens_BT.shape)}: expected (batch, sequence) with sequence at most "
-                f"context_length={self.config.context_length}; cut it, or raise context_length in the config"
+                f"tokens of shape {tuple(tokens_BT.shape)}: expected (batch, sequence) with "
+                f"sequence at most context_length={self.config.context_length}; cut it, or raise "
+                "context_length in the config"
             )
         config = self.config
         blocks = range(config.num_layers) if blocks is None else blocks
@@ -352,8 +353,8 @@ class TransformerLM(nn.Module):
         first, last = 0 in numbers, self.config.num_layers - 1 in numbers
         if self.config.tie_embeddings:
             raise ValueError(
-                "pipeline: the head shares the embedding's matrix, and they are on different ranks: set "
-                "tie_embeddings to False"
+                "pipeline: the head shares the embedding's matrix, and they are on different "
+                "ranks: set tie_embeddings to False"
             )
         for number in set(range(self.config.num_layers)) - numbers:
             # not `del self.blocks[number]`, which numbers the others anew
@@ -374,8 +375,9 @@ class TransformerLM(nn.Module):
         """
         if checkpoint_group(self.checkpoint_blocks):
             raise ValueError(
-                "zero-bubble keeps the inputs of matrices until their gradients are made, and recomputation exists to "
-                "keep them shorter: take 1f1b or interleaved, or no recomputation"
+                "zero-bubble keeps the inputs of matrices until their gradients are made, and "
+                "recomputation exists to keep them shorter: take 1f1b or interleaved, or no "
+                "recomputation"
             )
         for module in self.blocks.modules():
             if isinstance(module, Linear):

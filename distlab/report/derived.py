@@ -238,5 +238,8 @@ NOISE = sparse_column(
     "noise ± %",
     ".1f",
     derived=lambda record: noise_of(record.metrics),
-    about="noise of the row: the larger of half its spread from p20 to p80 and what it measures against itself",
+    about=(
+        "noise of the row: the larger of half its spread from p20 to p80 and what it measures "
+        "against itself"
+    ),
 )

@@ -131,8 +131,8 @@ def _setup(machine: str, records: Records) -> dict[str, Any]:
     }
     facts = {
         "device": f"{count} × {machine}" + (f" ({backend})" if backend else ""),
-        "CPU": f"{known.get('cpu_model') or 'unknown'}, {known.get('cpu_cores') or '?'} usable cores, "
-        f"threads per process: {known.get('cpu_threads_per_rank') or '?'}",
+        "CPU": f"{known.get('cpu_model') or 'unknown'}, {known.get('cpu_cores') or '?'} usable "
+        f"cores, threads per process: {known.get('cpu_threads_per_rank') or '?'}",
         "versions": ", ".join(
             f"{label} {known[key]}" for label, key in versions.items() if known.get(key)
         ),

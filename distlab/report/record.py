@@ -122,7 +122,8 @@ def from_fields(cls: type, data: Any, source: Any = "file") -> Any:
     kinds = typing.get_type_hints(cls)
     if not isinstance(data, Mapping) or set(data) != set(kinds):
         raise ValueError(
-            f"{source}: a {cls.__name__.lower()} has the fields {sorted(kinds)}, got {str(data)[:80]}"
+            f"{source}: a {cls.__name__.lower()} has the fields {sorted(kinds)}, got "
+            f"{str(data)[:80]}"
         )
     for name, kind in kinds.items():
         if not isinstance(
@@ -242,8 +243,8 @@ def reading(sources: Sequence[str | Path]) -> Iterator[None]:
                 raise
             raise ValueError(f"{', '.join(names)}: {error}") from error
         raise ValueError(
-            f"{', '.join(names)}: a record lacks what is needed of it ({type(error).__name__}: {error}); "
-            "it was written by another version, or changed by hand"
+            f"{', '.join(names)}: a record lacks what is needed of it ({type(error).__name__}: "
+            f"{error}); it was written by another version, or changed by hand"
         ) from error
 
 

@@ -107,13 +107,13 @@ def check_layout(layout: Layout, compile: str, micro_batches: int) -> None:
     SCHEDULES[layout.schedule](layout.pipeline, micro_batches)
     if layout.schedule == "zero-bubble" and compile != "off":
         raise ValueError(
-            "zero-bubble splits the backward of each matrix, which compiled code does not: take --compile off, or "
-            "another schedule"
+            "zero-bubble splits the backward of each matrix, which compiled code does not: take "
+            "--compile off, or another schedule"
         )
     if layout.ranks > 1 and compile == "model":
         raise ValueError(
-            f"layout {layout} sends messages inside of blocks, which a graph of the whole model cannot hold: take "
-            "--compile blocks"
+            f"layout {layout} sends messages inside of blocks, which a graph of the whole model "
+            "cannot hold: take --compile blocks"
         )
 
 
@@ -128,13 +128,13 @@ def check_shared_model(model: ModelConfig, layout: Layout) -> None:
         stage_sizes(model.num_layers, layout.pipeline, layout.schedule, layout.stages)
         if model.tie_embeddings:
             raise ValueError(
-                f"layout {layout}: the head shares the embedding's matrix, which is on another stage: choose a "
-                "layout without pp, or a model whose embeddings are not tied"
+                f"layout {layout}: the head shares the embedding's matrix, which is on another "
+                "stage: choose a layout without pp, or a model whose embeddings are not tied"
             )
     if layout.tensor > 1 and model.dropout > 0:
         raise ValueError(
-            f"layout {layout}: dropout would draw other masks on each rank that shares matrices: give --dropout 0, "
-            "or a layout without tp"
+            f"layout {layout}: dropout would draw other masks on each rank that shares matrices: "
+            "give --dropout 0, or a layout without tp"
         )
     shares = (
         ("heads", model.num_heads),
@@ -144,20 +144,22 @@ def check_shared_model(model: ModelConfig, layout: Layout) -> None:
     for what, size in shares:
         if size % layout.tensor:
             raise ValueError(
-                f"layout {layout}: {layout.tensor} ranks cannot share {size} {what} evenly: choose a number of tp "
-                f"that divides {size}"
+                f"layout {layout}: {layout.tensor} ranks cannot share {size} {what} evenly: choose "
+                f"a number of tp that divides {size}"
             )
     chunks = 2 * layout.context if layout.context > 1 else 1
     if model.context_length % (chunks * layout.tensor):
         raise ValueError(
             f"layout {layout}: sequences of {model.context_length} tokens cannot be shared in "
-            f"{chunks * layout.tensor} equal parts: give --context a multiple of {chunks * layout.tensor}"
+            f"{chunks * layout.tensor} equal parts: give --context a multiple of "
+            f"{chunks * layout.tensor}"
         )
     if layout.attention == "ulysses":
         for what, size in shares[:2]:
             heads = size // layout.tensor
             if heads % layout.context:
                 raise ValueError(
-                    f"layout {layout}: Ulysses lets {layout.context} ranks share {heads} {what}, which is not "
-                    f"possible evenly: take cp{layout.context} (gathered) or cp{layout.context}-ring"
+                    f"layout {layout}: Ulysses lets {layout.context} ranks share {heads} {what}, "
+                    f"which is not possible evenly: take cp{layout.context} (gathered) or "
+                    f"cp{layout.context}-ring"
                 )

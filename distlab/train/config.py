@@ -46,14 +46,16 @@ class DataConfig(Options):
         super().__post_init__()
         if self.val_data is not None and self.data is None:
             raise ValueError(
-                f"--val-data {self.val_data} needs --data: synthetic tokens have their own validation"
+                f"--val-data {self.val_data} needs --data: synthetic tokens have their own "
+                "validation"
             )
         files = [Path(path) for path in (self.data, self.val_data) if path is not None]
         if self.token_dtype is not None and not any(
             file.suffix.lower() == ".bin" for file in files
         ):
             raise ValueError(
-                f"--token-dtype {self.token_dtype} is of a .bin: a .npy says its own, and a text's tokens are its bytes"
+                f"--token-dtype {self.token_dtype} is of a .bin: a .npy says its own, and a text's "
+                "tokens are its bytes"
             )
 
     @property
@@ -95,7 +97,8 @@ class TrainConfig(ModelOptions):
     )
     layout: str = option(
         "",
-        "ranks that share a model: tp2 (matrices), cp2 or cp2-ring (sequences), pp2 (blocks), tp2,cp2 [none]",
+        "ranks that share a model: tp2 (matrices), cp2 or cp2-ring (sequences), pp2 (blocks), "
+        "tp2,cp2 [none]",
     )
     stages: tuple[int, ...] = option(
         (), "blocks of each stage of --layout pp2 [equally many]", least=1, kind=int
@@ -140,8 +143,8 @@ class TrainConfig(ModelOptions):
         check_shared_model(self.model(), layout)
         if layout.tensor > 1 and self.optimizer == "muon":
             raise ValueError(
-                f"--optimizer muon steps whole matrices, and with layout {layout} ranks have parts of them: take "
-                "adamw, or a layout without tp"
+                f"--optimizer muon steps whole matrices, and with layout {layout} ranks have parts "
+                "of them: take adamw, or a layout without tp"
             )
         if not self.beta2 < 1:
             raise ValueError(f"beta2={self.beta2}: must be at least 0 and below 1")
@@ -160,8 +163,9 @@ class TrainConfig(ModelOptions):
             # dimension. Our checkpoints hold one cut of a parameter, and the run would be lost at
             # its first.
             return (
-                f"{self.strategy} with layout {layout} can be timed (distlab run ddp_bench) and not trained: "
-                "checkpoints cannot hold its parameters. Take fsdp, or leave the layout out"
+                f"{self.strategy} with layout {layout} can be timed (distlab run ddp_bench) and "
+                "not trained: checkpoints cannot hold its parameters. Take fsdp, or leave the "
+                "layout out"
             )
         return refusal
 
@@ -197,8 +201,8 @@ def refuse_other_run(saved: Any, mine: dict[str, Any], where: str) -> None:
     ]
     if differences:
         raise ValueError(
-            f"{where} belongs to another run: {'; '.join(differences)}. Repeat its options, or pass another "
-            "--name, or --fresh to start over"
+            f"{where} belongs to another run: {'; '.join(differences)}. Repeat its options, or "
+            "pass another --name, or --fresh to start over"
         )
 
 

@@ -182,8 +182,8 @@ class TokenWindows:
         self.count: int = -(-targets // context_length) if ragged else targets // context_length
         if self.count == 0:
             raise ValueError(
-                f"{source}: {len(tokens)} tokens are too few for one window of context_length + 1 = "
-                f"{context_length + 1}: give more data or a smaller --context"
+                f"{source}: {len(tokens)} tokens are too few for one window of context_length + 1 "
+                f"= {context_length + 1}: give more data or a smaller --context"
             )
 
     def rows(self, numbers: Sequence[int]) -> np.ndarray:
@@ -230,13 +230,14 @@ class GlobalOrder:
     ):
         if batch % (world_size * micro_batches):
             raise ValueError(
-                f"a batch of {batch} sequences cannot be divided among {world_size} ranks × {micro_batches} "
-                f"micro-batches: make --batch a multiple of {world_size * micro_batches}"
+                f"a batch of {batch} sequences cannot be divided among {world_size} ranks × "
+                f"{micro_batches} micro-batches: make --batch a multiple of "
+                f"{world_size * micro_batches}"
             )
         if count is not None and batch > count:
             raise ValueError(
-                f"the data has {count} windows, too few for one batch of {batch}: give more data, or a smaller "
-                "--batch or --context"
+                f"the data has {count} windows, too few for one batch of {batch}: give more data, "
+                "or a smaller --batch or --context"
             )
         self.count, self.batch, self.seed = count, batch, seed
         self.rank, self.world_size, self.micro_batches = rank, world_size, micro_batches
@@ -278,8 +279,8 @@ def examine(
         if problem is None and int(part.max()) >= vocab_size:
             place = int((part >= vocab_size).argmax())
             problem = (
-                f"token {number * block + place} is {int(part[place])}, but the model's vocabulary has {vocab_size} "
-                "entries"
+                f"token {number * block + place} is {int(part[place])}, but the model's vocabulary "
+                f"has {vocab_size} entries"
             )
     return digests, problem
 

@@ -148,7 +148,7 @@ class Trainer:
         self.step = 0
         self._saving_ms = 0.0  # goes into the next step's time
 
-    # -- resuming ------------------------------------------------------------------------------------------
+    # -- resuming ----------------------------------------------------------------------------------
 
     def resume(self, stored: Stored | None = None) -> bool:
         """Continue from the newest usable checkpoint, or from this one; False if there is none.
@@ -173,7 +173,8 @@ class Trainer:
             and isinstance(extra["scaler"], scaler_is)
         ):
             raise Damaged(
-                f"{stored.path / MARKER} is not a marker of this program: 'steps' or 'scaler' is none"
+                f"{stored.path / MARKER} is not a marker of this program: 'steps' or 'scaler' is "
+                "none"
             )
         if self.scaler is not None:
             self.scaler.load_state_dict(extra["scaler"])
@@ -184,12 +185,12 @@ class Trainer:
         self.step = stored.step
         if extra["steps"] != self.config.steps:
             self.progress(
-                f"the run had {extra['steps']} steps and has {self.config.steps} now: the learning rate's schedule "
-                "changes from here on"
+                f"the run had {extra['steps']} steps and has {self.config.steps} now: the learning "
+                "rate's schedule changes from here on"
             )
         return True
 
-    # -- training ------------------------------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
         """Train up to the last step, or until a signal stops it; then write a checkpoint.
@@ -234,7 +235,8 @@ class Trainer:
             if stores and outcome.first_step < self.step:
                 self.save()
             raise DataChanged(
-                f"{error}; training stopped. {self._last_good()}. With the file as it was, the same command continues"
+                f"{error}; training stopped. {self._last_good()}. With the file as it was, the "
+                "same command continues"
             ) from None
         finally:
             if stores:

@@ -264,8 +264,9 @@ def shortage(
     needed = plan.least_bytes(ranks, on_gpu=on_gpu)
     each = f" for each of {ranks} ranks" if ranks > 1 else ""
     return (
-        f"{plan} does not fit in the memory of {device}: at least {needed / GIB:,.1f} GiB are needed{each} and "
-        f"{allowed / GIB:,.1f} are free, {(needed - allowed) / GIB:,.1f} too few. {_what_fits(plan, fits)}"
+        f"{plan} does not fit in the memory of {device}: at least {needed / GIB:,.1f} GiB are "
+        f"needed{each} and {allowed / GIB:,.1f} are free, {(needed - allowed) / GIB:,.1f} too few. "
+        f"{_what_fits(plan, fits)}"
     )
 
 

@@ -132,7 +132,8 @@ class GatheredMetrics:
             raise NonFiniteLoss(f"step {known.step}: the loss is {losses[bad[0]]} on {ranks}")
         if not all(map(math.isfinite, norms)):
             raise NonFiniteLoss(
-                f"step {known.step}: the gradient norm is not finite ({norms[0]}), though all losses are"
+                f"step {known.step}: the gradient norm is not finite ({norms[0]}), though all "
+                "losses are"
             )
         self.stopped_by = next((int(number) for number in signals if number), None)
         norm = None if known.grad_norm is None else norms[0]

@@ -104,8 +104,8 @@ def train(
             and collectives.gather_objects(context.is_main and has_results(first), context.group)[0]
         ):
             progress(
-                f"this run is complete: {first} of {config.steps} steps done ({folder}). More --steps continue it; "
-                "another --name, or --fresh, begins a new one"
+                f"this run is complete: {first} of {config.steps} steps done ({folder}). More "
+                "--steps continue it; another --name, or --fresh, begins a new one"
             )
             return Outcome(first, first, None, [])
         if context.is_main:

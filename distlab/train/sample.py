@@ -50,7 +50,8 @@ def load_model(stored: Stored, context: RankContext) -> TransformerLM:
     count = sum(math.prod(shape) for key, (shape, _) in found if key.startswith("model/"))
     if config.num_parameters != count:
         raise ValueError(
-            f"{stored.path} holds {count:,} parameters, and describes a model of {config.num_parameters:,}"
+            f"{stored.path} holds {count:,} parameters, and describes a model of "
+            f"{config.num_parameters:,}"
         )
     model = TransformerLM(config, device=context.device)
     shards = [whole(f"model/{name}", parameter) for name, parameter in model.named_parameters()]
@@ -95,8 +96,8 @@ def generate(
         )
     if not (temperature == 0 or LEAST_TEMPERATURE <= temperature < float("inf")):
         raise ValueError(
-            f"temperature={temperature}: give 0 for the likeliest token, or a finite number of at least "
-            f"{LEAST_TEMPERATURE:g}"
+            f"temperature={temperature}: give 0 for the likeliest token, or a finite number of at "
+            f"least {LEAST_TEMPERATURE:g}"
         )
     generator = torch.Generator(device=tokens_T.device).manual_seed(seed)
     for _ in range(count):

@@ -112,7 +112,8 @@ def open_tokens(path: str | Path, dtype: str | None = None) -> np.ndarray:
     if kind == "npy":
         if dtype is not None and path.suffix.lower() == ".bin":
             raise ValueError(
-                f"{path} is numpy's .npy by its content, which says its own type: leave --token-dtype out"
+                f"{path} is numpy's .npy by its content, which says its own type: leave "
+                "--token-dtype out"
             )
         return _open_array(path)
     name = (dtype or "uint16") if kind == "bin" else "uint8"
@@ -121,16 +122,16 @@ def open_tokens(path: str | Path, dtype: str | None = None) -> np.ndarray:
     size, width = path.stat().st_size, np.dtype(TOKEN_DTYPES[name]).itemsize
     if size % width:
         raise ValueError(
-            f"{path} has {size} bytes, which is not a multiple of {width} ({name}): it is truncated, or of "
-            "another type (--token-dtype)"
+            f"{path} has {size} bytes, which is not a multiple of {width} ({name}): it is "
+            "truncated, or of another type (--token-dtype)"
         )
     if size == 0:
         raise ValueError(f"{path} is empty")
     tokens = np.memmap(path, dtype=np.dtype(TOKEN_DTYPES[name]).newbyteorder("<"), mode="r")
     if kind == "bin" and dtype is None and _looks_like_uint32(tokens):
         raise ValueError(
-            f"{path} seems to hold uint32: read as uint16, every second number is 0 or almost 0. Give --token-dtype "
-            "uint32, or --token-dtype uint16 if these are its tokens"
+            f"{path} seems to hold uint32: read as uint16, every second number is 0 or almost 0. "
+            "Give --token-dtype uint32, or --token-dtype uint16 if these are its tokens"
         )
     return tokens
 

@@ -27,7 +27,9 @@ TIMEOUT_S = 1.5
 
 
 def impatient(context, longer_s=0.0):
-    """A group of all ranks, made once they have met: how long one takes to start is no part of its timeout."""
+    """A group of all ranks, made once they have met: how long one takes to start is no part of its
+    timeout.
+    """
     dist.barrier(context.group)
     return dist.new_group(timeout=timedelta(seconds=TIMEOUT_S + longer_s))
 
@@ -149,7 +151,8 @@ def test_uneven_micro_batches_are_named_before_messages_meet(counts):
 
 @on_two_ranks
 def test_what_a_thread_in_the_background_waits_for_is_not_what_its_rank_does(context):
-    """Of a rank that was killed while it wrote a checkpoint, others said that it takes another branch.
+    """Of a rank that was killed while it wrote a checkpoint, others said that it takes another
+    branch.
 
     Rank 1's program does not come; a thread of it, such as a checkpoint's, is in a collective of
     its own.
@@ -187,7 +190,9 @@ def test_a_wait_that_ended_is_taken_back(context):
 
 
 def watched(context, error, timeout_s, seconds):
-    """What the watch of a rank on NCCL says within so many of its seconds, here as short as possible; it may end it."""
+    """What the watch of a rank on NCCL says within so many of its seconds, here as short as
+    possible; it may end it.
+    """
     ticks, said = iter([False] * seconds + [True]), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
         patch.setattr(dist.ProcessGroup, "name", lambda group: "nccl")

@@ -1,4 +1,6 @@
-"""The kernel benchmark without a GPU: its rows, their correctness column, resuming, predictions and pictures."""
+"""The kernel benchmark without a GPU: its rows, their correctness column, resuming, predictions and
+pictures.
+"""
 
 import dataclasses
 import re
@@ -188,7 +190,9 @@ def test_noise_makes_no_verdict(few_resamples):
 
 
 def verdicts_follow_intervals(seed):
-    """Of made-up runs: the rows that are counted as faster, slower and unclear are those whose intervals say so."""
+    """Of made-up runs: the rows that are counted as faster, slower and unclear are those whose
+    intervals say so.
+    """
     noise = Noise(seed)
     records = []
     for label in ("f 8", "g 8", "h 8"):

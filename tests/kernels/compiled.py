@@ -1,4 +1,5 @@
-"""What Triton's compiler makes of every kernel: kept in `compiled.json`, beside a digest of all that decides it.
+"""What Triton's compiler makes of every kernel: kept in `compiled.json`, beside a digest of all
+that decides it.
 
     python -m tests.kernels.compiled            # compile what has changed, and keep it: after an edit of a kernel
     python -m tests.kernels.compiled --check    # compile everything; 1 if the file says otherwise
@@ -116,7 +117,9 @@ UNITS = {f"{name} 90": name for name in MODULES if name != "flash_attention"} | 
 
 
 def sources(unit: str) -> list[Path]:
-    """The files whose names stand in the launches, in their imports, in the imports of these, and so on."""
+    """The files whose names stand in the launches, in their imports, in the imports of these, and
+    so on.
+    """
     launches = UNITS[unit]
     text = inspect.getsource(MODULES[launches]) if launches in MODULES else launches
     names, found = set(), FILES.keys() & {"_compile", *re.findall(r"\w+", text)}

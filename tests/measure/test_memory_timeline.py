@@ -1,4 +1,6 @@
-"""Every byte of a step has a category and an origin: against sizes that are known, and on the CPU's own events."""
+"""Every byte of a step has a category and an origin: against sizes that are known, and on the CPU's
+own events.
+"""
 
 import json
 

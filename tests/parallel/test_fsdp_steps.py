@@ -1,4 +1,6 @@
-"""What an optimizer's step may find in `.grad`: the mean over ranks, unedited, or edited alike on every rank."""
+"""What an optimizer's step may find in `.grad`: the mean over ranks, unedited, or edited alike on
+every rank.
+"""
 
 from contextlib import nullcontext
 

@@ -23,7 +23,10 @@ def chromium():
 
 @dataclass
 class Seen:
-    """`answer`: what the script evaluated to; `problems`: errors of the page; `console`: its lines."""
+    """`answer`: what the script evaluated to.
+
+    `problems`: errors of the page; `console`: its lines.
+    """
 
     answer: Any
     problems: list[str]
@@ -31,7 +34,8 @@ class Seen:
 
 
 def visit(page, script, *, dark=False, width=1200):
-    """Open a copy of the page beside it, evaluate `script` there once it has loaded, and say what happened.
+    """Open a copy of the page beside it, evaluate `script` there once it has loaded, and say what
+    happened.
 
     Args:
         script: a JavaScript expression, whose value JSON can hold.

@@ -1,4 +1,6 @@
-"""A run's folder: report.html in a real browser, tables in every form, `--from`, and machines that are not mixed."""
+"""A run's folder: report.html in a real browser, tables in every form, `--from`, and machines that
+are not mixed.
+"""
 
 import dataclasses
 import json

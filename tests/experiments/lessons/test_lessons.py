@@ -1,4 +1,6 @@
-"""The studies of kernels without a GPU: lesson kernels that are right or called wrong, what is refused."""
+"""The studies of kernels without a GPU: lesson kernels that are right or called wrong, what is
+refused.
+"""
 
 import ast
 import itertools
@@ -141,7 +143,10 @@ def test_a_form_that_is_wrong_or_changes_is_called_so(tmp_path, monkeypatch):
 
 @ON_CPU
 def test_levels_of_memory_are_slower_by_what_documents_say(tmp_path, monkeypatch):
-    """Registers read 512 bytes per SM and clock, shared memory 64 beside as many written; no document has H100's L2."""
+    """Registers read 512 bytes per SM and clock, shared memory 64 beside as many written.
+
+    No document has H100's L2.
+    """
     monkeypatch.setattr(gpu_lessons.lesson_bench, "lookup", lambda name: H100_SXM)
     rows = [r.metrics for r in measured(gpu_lessons.EXPERIMENT, tmp_path, parts=("levels",))]
     assert [m["predicted_factor"] for m in rows] == [
@@ -157,7 +162,9 @@ def test_levels_of_memory_are_slower_by_what_documents_say(tmp_path, monkeypatch
 
 
 def test_the_catalogue_has_every_kernel():
-    """Every function `…_kernel` that is decorated in kernels/ and in the lessons is compiled by a module's entry."""
+    """Every function `…_kernel` that is decorated in kernels/ and in the lessons is compiled by a
+    module's entry.
+    """
     files = [
         *(ROOT / "kernels").rglob("*.py"),
         *(ROOT / "experiments" / "lessons").glob("_lesson_*.py"),
