@@ -1,7 +1,8 @@
 """The end of a command: exit code 0, one line for an error the user can fix, or a stop on request.
 
     def main() -> int:
-        return until_stopped("my_experiment", work)     # work's exit code, or 128 + the number of the signal
+        # Returns work's exit code, or 128 + the number of the signal.
+        return until_stopped("my_experiment", work)
 
 A request to stop is not an error, whether it comes from Ctrl-C (SIGINT) or from a scheduler
 (SIGTERM): one line says what was saved, and within two seconds the process is gone. The handler
@@ -41,7 +42,8 @@ SHOWN = 6  # files that are named one by one
 # What plain RuntimeErrors say: the host's allocator, CUDA's driver and runtime, cuDNN, cuBLAS and
 # NCCL.
 NO_MEMORY = re.compile(
-    r"can't allocate memory|CUDA (driver )?error: out of memory|(unhandled ?cuda ?error|cuda failure).*out of memory"
+    r"can't allocate memory|CUDA (driver )?error: out of memory"
+    r"|(unhandled ?cuda ?error|cuda failure).*out of memory"
     r"|CUDNN_STATUS_\w*ALLOC\w*_FAILED|CUBLAS_STATUS_ALLOC_FAILED"
     r"|CUBLAS_STATUS_NOT_INITIALIZED when calling .cublas(Lt)?Create",
     re.IGNORECASE | re.DOTALL,
@@ -209,10 +211,8 @@ def ended_at_once(name: str, *, speaks: bool = True) -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         if speaks:
-            os.write(
-                2,
-                f"{name}: stopped by {_sender(number)} while starting; nothing was saved\n".encode(),
-            )
+            line = f"{name}: stopped by {_sender(number)} while starting; nothing was saved\n"
+            os.write(2, line.encode())
         os._exit(128 + number)
 
     with answered(end):

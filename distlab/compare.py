@@ -374,4 +374,6 @@ def _sentence(row: Record) -> str:
 
 def _machine(run: SavedRun) -> str:
     known = run.first.environment
-    return f"{known.get('device_name') or 'unknown device'}, {known.get('device_count') or 1} on the host"
+    device = known.get("device_name") or "unknown device"
+    count = known.get("device_count") or 1
+    return f"{device}, {count} on the host"

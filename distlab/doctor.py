@@ -161,7 +161,9 @@ def find_gpus() -> list[Finding]:
     for index in range(count):
         properties = torch.cuda.get_device_properties(index)
         name = torch.cuda.get_device_name(index)
-        found = f"{name}, {properties.total_memory / 2**30:.0f} GiB, compute {properties.major}.{properties.minor}"
+        memory_gib = properties.total_memory / 2**30
+        capability = f"{properties.major}.{properties.minor}"
+        found = f"{name}, {memory_gib:.0f} GiB, compute {capability}"
         advice = "its peaks are not in distlab/hardware.py: MFU and roofline say n/a"
         findings.append(checked(f"GPU {index}", lookup(name) is not None, found, advice))
     if count > 1:

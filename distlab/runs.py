@@ -1,7 +1,7 @@
 """Runs: one folder each, rows that are saved as they come, resuming, and the list of all runs.
 
-    run.add("bucketed", {"step_p50_ms": 12.3}, bucket_size_mb=25.0)     # saved at once
-    if run.done("bucketed", bucket_size_mb=25.0): …                      # by the run that was cut off
+    run.add("bucketed", {"step_p50_ms": 12.3}, bucket_size_mb=25.0)  # saved at once
+    if run.done("bucketed", bucket_size_mb=25.0): …  # by the run that was cut off
 
 A run's folder holds `run.json`, which says what is run (options, ranks, device, commit, command),
 and the rows in `records.json`; when all are there, `report.view.write` adds tables, pictures and

@@ -225,7 +225,10 @@ def check_gradients(
             _answer, ranks, on_rank, *names, options, group_timeout_s=timeout_s, deadline_s=600.0
         )
     except RanksFailed as failed:
-        cause = f"{failed.cause}. So nothing was compared with one process, and the model may be right or wrong"
+        cause = (
+            f"{failed.cause}. So nothing was compared with one process, and the model may be right "
+            "or wrong"
+        )
         raise RanksFailed(failed.failures, cause) from None
     if isinstance(answers[0], Exception):
         raise answers[0]

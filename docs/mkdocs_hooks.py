@@ -1,4 +1,6 @@
-"""What mkdocs needs beyond docs/: README and the like as pages, the reference, links to sources, an offline search."""
+"""Hooks of mkdocs: pages from README and the like, the reference, links to sources, and a search
+that works offline.
+"""
 
 import os
 import posixpath

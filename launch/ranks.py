@@ -32,7 +32,9 @@ VERDICT_FILE = "DISTLAB_VERDICT_FILE"
 COMMAND = Path(__file__).with_name("__main__.py")
 HINTS = {
     signal.SIGKILL: "; unless another process sent it, the kernel did, because memory ran out",
-    signal.SIGBUS: "; a file that it had mapped became shorter, for example the data, or shared memory ran out",
+    signal.SIGBUS: (
+        "; a file that it had mapped became shorter, for example the data, or shared memory ran out"
+    ),
 }
 RANK_BYTES = 300 * 2**20  # resident in a process that has imported torch and done nothing else
 

@@ -1,8 +1,10 @@
 """`distlab records`: measure the committed records again, as records/manifest.toml lists them.
 
-    distlab records --machine h200x2 --list           what there is, of which commit, and about how long each takes
-    distlab records --machine h200x2                  measure what this commit has not measured yet
-    distlab records --machine h200x2 --minutes 9      begin nothing that would end later; the same command goes on
+    distlab records --machine h200x2 --list         records, their commits, and how long each takes
+    distlab records --machine h200x2                measure what this commit has not measured yet
+    distlab records --machine h200x2 --minutes 9    begin nothing that would end later
+
+The last command, given again, goes on.
 
 A record is copied to records/EXPERIMENT/MACHINE-CASE.json when its run has ended well, those of its
 parts to records/PART/MACHINE-CASE.json; none is ever edited. A run that was cut off resumes under

@@ -1,6 +1,6 @@
 """Random models and regimes, every strategy held against one process.
 
-    python -m tests.fuzz --seeds 2000 --ranks 2 3 --strategies all      # some minutes; 1 at a difference
+    python -m tests.fuzz --seeds 2000 --ranks 2 3 --strategies all   # exit code 1 at a difference
     python -m tests.fuzz --first 17 --seeds 1 --strategies zero1 --ranks 2      # one of them again
     python -m tests.fuzz --case "Case(body=(Part(),))" --strategies zero1 --ranks 2
 

@@ -1,6 +1,6 @@
 """Insert known faults one at a time, and report which of them the tests do not notice.
 
-    python -m tests.mutations --workers 4          # all of them, four at a time; exits with 1 if one survives
+    python -m tests.mutations --workers 4   # all, four at a time; exit code 1 if one survives
     python -m tests.mutations --list
     python -m tests.mutations --category buckets resume
     python -m tests.mutations --only "Overlap sends in hook order"

@@ -30,7 +30,9 @@ QUICK = {
     r"--name eight": "--size tiny --layers 2 --context 64 --dtype fp32 --ops torch --log-every 1",
     # the default name is the run's before
     r"train --ops triton": "--name triton --size tiny --steps 4 --log-every 1",
-    r"(distlab|launch|launch/train\.py) train|launch/train\.py": "--size tiny --steps 4 --log-every 1",
+    r"(distlab|launch|launch/train\.py) train|launch/train\.py": (
+        "--size tiny --steps 4 --log-every 1"
+    ),
     r"examples/train\.py": "--steps 4 --log-every 1",
     r"distlab records": "--list",
     r"distlab sample|launch/sample\.py": "--tokens 5",

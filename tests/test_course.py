@@ -32,14 +32,25 @@ WORLD_SIZE, STEPS = 2, 3
 FORMS = {"2024": form_2024, "2025": form_2025, "2026": form_2026}
 # What each year's suite imports.
 ASKED = {
-    "2024": """get_rmsnorm_autograd_function_pytorch get_rmsnorm_autograd_function_triton rmsnorm_backward_g_pytorch
-        rmsnorm_backward_x_pytorch get_ddp_individual_parameters ddp_individual_parameters_on_after_backward
-        get_ddp_bucketed ddp_bucketed_on_after_backward ddp_bucketed_on_train_batch_start get_sharded_optimizer""",
-    "2025": """get_flashattention_autograd_function_pytorch get_flashattention_autograd_function_triton
-        get_ddp_individual_parameters ddp_individual_parameters_on_after_backward get_ddp_bucketed
-        ddp_bucketed_on_after_backward ddp_bucketed_on_train_batch_start get_sharded_optimizer""",
-    "2026": """get_flashattention_autograd_function_pytorch get_flashattention_autograd_function_triton get_ddp
-        ddp_on_after_backward get_fsdp fsdp_on_after_backward fsdp_gather_full_params get_sharded_optimizer""",
+    "2024": """
+        get_rmsnorm_autograd_function_pytorch get_rmsnorm_autograd_function_triton
+        rmsnorm_backward_g_pytorch rmsnorm_backward_x_pytorch get_ddp_individual_parameters
+        ddp_individual_parameters_on_after_backward get_ddp_bucketed
+        ddp_bucketed_on_after_backward ddp_bucketed_on_train_batch_start
+        get_sharded_optimizer
+    """,
+    "2025": """
+        get_flashattention_autograd_function_pytorch
+        get_flashattention_autograd_function_triton get_ddp_individual_parameters
+        ddp_individual_parameters_on_after_backward get_ddp_bucketed
+        ddp_bucketed_on_after_backward ddp_bucketed_on_train_batch_start
+        get_sharded_optimizer
+    """,
+    "2026": """
+        get_flashattention_autograd_function_pytorch
+        get_flashattention_autograd_function_triton get_ddp ddp_on_after_backward get_fsdp
+        fsdp_on_after_backward fsdp_gather_full_params get_sharded_optimizer
+    """,
 }
 
 

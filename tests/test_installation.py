@@ -43,7 +43,8 @@ OURS_WORKS = """
 import kernels.cost, kernels.nn
 from importlib.util import find_spec
 import distlab.comm
-assert find_spec("kernels.rmsnorm") and find_spec("kernels.flash_attention") and find_spec("distlab.parallel")
+assert find_spec("kernels.rmsnorm") and find_spec("kernels.flash_attention")
+assert find_spec("distlab.parallel")
 """
 THEIRS_WORKS = """
 from kernels import get_kernel

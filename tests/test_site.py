@@ -85,7 +85,9 @@ def test_every_public_name_has_its_signature(site):
 
 SEARCH = """<script>addEventListener("load", () => setTimeout(() => {
   const input = document.querySelector("input.md-search__input");
-  input.focus(); input.value = "BucketedDDP"; input.dispatchEvent(new Event("input", {bubbles: true}));
+  input.focus();
+  input.value = "BucketedDDP";
+  input.dispatchEvent(new Event("input", {bubbles: true}));
   input.dispatchEvent(new KeyboardEvent("keyup", {bubbles: true, key: "P"}));
 }, 1500))</script></body>"""
 

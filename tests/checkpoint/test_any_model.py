@@ -434,6 +434,9 @@ def test_the_trainer_refuses_shards_that_no_index_describes_before_its_first_ste
     """FSDP2 over matrices that ranks share trained up to the first checkpoint, and saved
     nothing.
     """
-    message = "fsdp2 with layout tp2 can be timed .* and not trained: checkpoints cannot hold its parameters"
+    message = (
+        "fsdp2 with layout tp2 can be timed .* and not trained: checkpoints cannot hold its "
+        "parameters"
+    )
     with pytest.raises(ValueError, match=message):
         Run(context, tmp_path, strategy="fsdp2", layout="tp2", vocab=32, heads=4, batch=16)

@@ -120,7 +120,10 @@ def test_ranks_in_the_same_call_at_different_places_of_the_program_are_told_so(h
     assert set(caught.value.failures) == {0, 1}
     for rank, text in caught.value.failures.items():
         message = text.strip().splitlines()[-1]
-        place = rf"rank {1 - rank} waits elsewhere \(\w+ \w+, as collective \d+ of the group; here it is \w+ \d+\)"
+        place = (
+            rf"rank {1 - rank} waits elsewhere "
+            r"\(\w+ \w+, as collective \d+ of the group; here it is \w+ \d+\)"
+        )
         assert re.search(place, message), message
         assert "ranks take different numbers of steps or micro-batches" in message
         assert "all ranks came" not in message
@@ -229,7 +232,10 @@ def test_on_nccl_a_rank_without_a_sign_of_life_is_lost_and_one_that_has_left_is_
         dist.barrier()
         if context.rank == 0:
             said = watched(context, ErrorType.SUCCESS, timeout_s=3, seconds=8)
-            lost = "rank 0 lost rank 1: it has given no sign of life for 3 s, so it was stopped, or its host is out of "
+            lost = (
+                "rank 0 lost rank 1: it has given no sign of life for 3 s, so it was stopped, or "
+                "its host is out of "
+            )
             assert said == "left" if leaves else said.startswith(lost)
         dist.barrier()
         dist.distributed_c10d._get_default_store().set("alive/1", "7")

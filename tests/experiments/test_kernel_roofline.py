@@ -181,7 +181,10 @@ def test_predictions_are_close_where_the_whole_interval_is():
         counted(1.14, 0.84)
         == "Of 2 predicted ratios to the naive form 1 are within 15 %, 1 are not."
     )
-    doubt = "Of 1 predicted ratios to the naive form 0 are within 15 %, 0 are not. For 1 this run cannot tell. Noise"
+    doubt = (
+        "Of 1 predicted ratios to the naive form 0 are within 15 %, 0 are not. For 1 this run "
+        "cannot tell. Noise"
+    )
     assert counted(1.14, noise_pct=5.0).startswith(doubt)
 
 

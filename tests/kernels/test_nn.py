@@ -203,5 +203,8 @@ def test_what_no_kernel_computes_is_refused(call, message):
 
 def test_importing_imports_no_kernel():
     """Whether kernels are interpreted is decided when one is first needed."""
-    code = "import sys, kernels.nn; assert not [m for m in sys.modules if m.startswith(('triton', 'kernels._'))]"
+    code = (
+        "import sys, kernels.nn; "
+        "assert not [m for m in sys.modules if m.startswith(('triton', 'kernels._'))]"
+    )
     assert python("-c", code).returncode == 0

@@ -12,7 +12,9 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 WATCH = """<script>
 window.problems = [];
 for (const kind of ["error", "unhandledrejection", "securitypolicyviolation"])
-  addEventListener(kind, event => problems.push(kind + ": " + (event.message || event.reason || event.blockedURI)));
+  addEventListener(kind, event => {
+    problems.push(kind + ": " + (event.message || event.reason || event.blockedURI));
+  });
 </script>"""
 
 
@@ -43,7 +45,10 @@ def visit(page, script, *, dark=False, width=1200):
         dark: whether the system prefers dark pages.
     """
     ask = f"""<script>addEventListener("load", () => {{
-      const answer = (() => {{ try {{ return {script}; }} catch (error) {{ problems.push(String(error)); }} }})();
+      const ask = () => {{
+        try {{ return {script}; }} catch (error) {{ problems.push(String(error)); }}
+      }};
+      const answer = ask();
       document.documentElement.innerHTML = "<pre></pre>";
       document.querySelector("pre").textContent = JSON.stringify({{answer, problems}});
     }});</script>"""

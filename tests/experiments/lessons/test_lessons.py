@@ -191,7 +191,9 @@ import triton
 from experiments._attention import Shape, inputs
 from experiments.lessons.ir.catalogue import MODULES
 from kernels._compile import compile_for
-triton.runtime.jit.JITFunction.warmup = lambda kernel, *args, **options: print(kernel.fn.__name__)  # compiles nothing
+def print_name(kernel, *args, **options):  # in place of compiling it
+    print(kernel.fn.__name__)
+triton.runtime.jit.JITFunction.warmup = print_name
 with compile_for(90):
     for launches in MODULES.values():
         launches()
