@@ -6,13 +6,13 @@ Without installing, the same is `python -m launch`.
     distlab run NAME [--nproc N] [options]      measure; `distlab run NAME --help` shows how
     torchrun --nproc-per-node N -m launch run NAME [options]
     distlab show RUN… [--table STYLE]           redraw saved runs: table, pictures, page
-    distlab runs [WORD…]                        saved runs and their findings, and outputs/index.html
+    distlab runs [WORD…]                        saved runs with their findings; outputs/index.html
     distlab compare RUN RUN… [--fail-above 5%]  changes from the first run to the last, beyond noise
     distlab records --machine NAME              measure the records of records/manifest.toml again
     distlab tables [--check]                    redraw the tables of the pages from records/
     distlab train | sample [options]            train a model; continue a text by a trained one
-    distlab check MODEL [--wrap WRAPPER]        does your parallel code have one process's gradients?
-    distlab kernel KERNEL --as OPERATION        is your kernel right on inputs its test does not have?
+    distlab check MODEL [--wrap WRAPPER]        are your parallel code's gradients right?
+    distlab kernel KERNEL --as OPERATION        is your kernel right on unusual inputs?
     distlab doctor                              what this machine has, and what runs on it
     distlab --version                           the version, and the commit of a checkout
 """

@@ -1,7 +1,7 @@
 """Compile every kernel, and keep the facts about the compiled code in `compiled.json`.
 
     python -m tests.kernels.compiled            # compile changed kernels and renew the file
-    python -m tests.kernels.compiled --check    # compile everything; exit code 1 if the file differs
+    python -m tests.kernels.compiled --check    # compile all; exit code 1 if the file differs
 
 A unit is code that launches some kernels. The file holds a digest of each unit: of its launches, of
 every file of ours that they need at any depth, and of this file. The results are those of one
