@@ -18,8 +18,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup, Work
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    ReduceScatterOptions,
+)
 
 from distlab.comm.wait_diagnostics import LONG_WAIT, waiting
 
