@@ -252,7 +252,7 @@ class TransformerLM(nn.Module):
         self._tie()
         self.num_blocks = config.num_layers
         self.width = config.d_model
-        # of the whole model, because `reset_parameters` also draws values of blocks that are dropped
+        # Of the whole model: `reset_parameters` also draws the values of blocks that are dropped.
         self._shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
         self.reset_parameters(seed)
 
