@@ -1,8 +1,8 @@
 """Limits of GPUs, from their makers' documents: the only source of peaks in this lab.
 
 A device that is not listed has no peak here, and reports say n/a. A guessed peak once gave an MFU
-of 152 %. Variants of one name differ (an "H100 PCIe" has 24 % fewer FLOP/s than an "H100 80GB HBM3"),
-so names are matched exactly.
+of 152 %. Variants of one name differ (an "H100 PCIe" has 24 % fewer FLOP/s than an "H100 80GB
+HBM3"), so names are matched exactly.
 
 Units: bytes and KiB/MiB of two for memories on the chip, powers of ten for HBM, links and FLOP/s,
 as in the documents.
