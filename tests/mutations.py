@@ -62,7 +62,8 @@ class Mutation:
         """
         path = root / self.file
         text = path.read_text(encoding="utf-8")
-        if (count := text.count(self.find)) != 1:
+        count = text.count(self.find)
+        if count != 1:
             raise ValueError(
                 f"{self.name}: {self.file} has its text {count} times, not once: {self.find!r}"
             )
@@ -72,9 +73,11 @@ class Mutation:
 def read_list(path: Path) -> tuple[Mutation, ...]:
     """Read a list of mutations from a TOML file, with one table per mutation."""
     found = tomllib.loads(path.read_text(encoding="utf-8"))["mutation"]
-    return tuple(
-        Mutation(**entry | {"tests": tuple(shlex.split(entry["tests"]))}) for entry in found
-    )
+    mutations = []
+    for entry in found:
+        tests = tuple(shlex.split(entry["tests"]))
+        mutations.append(Mutation(**entry | {"tests": tests}))
+    return tuple(mutations)
 
 
 MUTATIONS = read_list(ROOT / "tests" / "mutations.toml")
