@@ -45,7 +45,8 @@ def foreign_kernels() -> str | None:
             continue
         if folder.samefile(KERNELS):
             return None  # folders after it hide nothing
-        if hidden := sorted(ours & _module_names(folder)):
+        hidden = sorted(ours & _module_names(folder))
+        if hidden:
             return (
                 f"`import kernels.{hidden[0]}` finds the module in {folder}, and not that of "
                 f"distlab in {KERNELS} (in all {len(hidden)} modules): rename the folder {folder}, "

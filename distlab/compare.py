@@ -151,7 +151,8 @@ def _over(run: SavedRun, control: str) -> list[Record]:
 def differences(runs: Sequence[SavedRun]) -> list[str]:
     """List the differences other than results: machines first, then code and options."""
     found = []
-    if len(machines := {_machine(run) for run in runs}) > 1:
+    machines = {_machine(run) for run in runs}
+    if len(machines) > 1:
         found.append(
             f"DIFFERENT MACHINES: {' and '.join(sorted(machines))}; what differs below is the "
             "machines' difference too"

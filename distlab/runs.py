@@ -296,20 +296,21 @@ def open_run(header: Header, folder: Path, may_change: Sequence[str] = ()) -> Ru
         ValueError: the folder holds another run, with another commit, other options, other ranks or
             another device.
     """
-    saved, rows, records = folder / HEADER, folder / ROWS, []
+    saved = folder / HEADER
+    rows = folder / ROWS
+    records = []
     if saved.is_file():
         before = from_fields(Header, read_checked(saved), saved)
-        if found := same_run(before, header, may_change):
+        found = same_run(before, header, may_change)
+        if found:
             raise ValueError(
                 f"--name {folder.name}: {folder} holds another run: {'; '.join(found)}. Give the "
                 "same options to resume it, or another --name"
             )
         records = read_json(rows) if rows.is_file() else []
-        if any(
-            (record.experiment, record.commit) != (header.experiment, header.commit)
-            for record in records
-        ):
-            raise ValueError(f"{rows} holds rows of another run: {MEASURE_AGAIN}")
+        for record in records:
+            if (record.experiment, record.commit) != (header.experiment, header.commit):
+                raise ValueError(f"{rows} holds rows of another run: {MEASURE_AGAIN}")
         header = replace(header, complete=before.complete)
     return Run(header, folder, records)
 

@@ -210,8 +210,9 @@ def parts_of(parts: Sequence[Part]) -> Iterator[Part]:
 
 
 class Moment:
-    """What modules know besides their input: the number that branches go by, and where backward is
-    to raise.
+    """Facts that modules know in addition to their input.
+
+    They are the number that branches depend on, and the place where backward raises.
     """
 
     number = 0
@@ -397,7 +398,7 @@ class Plain:
 
 
 def packed(form: str, x: Tensor) -> Any:
-    """What a module may return instead of a tensor."""
+    """Return a structure that a module may return instead of a tensor."""
     if form == "dict":
         return {"hidden": x, "other": [{"deep": (torch.tanh(x), 3)}], "name": "hidden"}
     if form == "dataclass":
@@ -604,7 +605,7 @@ def grouped(regime: Regime, parameters: Sequence[nn.Parameter]) -> list[dict[str
 
 @dataclass
 class Trace:
-    """What a training shows.
+    """Observations of a training.
 
     Attributes:
         losses: of every forward of this rank, in order.
@@ -713,7 +714,7 @@ class OneProcess:
         self.end()
 
     def losses(self, rank: int, step: int, number: int) -> list[Tensor]:
-        """Of the forwards that one backward takes together."""
+        """Return the losses of the forwards that one backward takes together."""
         numbers = range(number, number + self.case.regime.forwards)
         moment = self.modules[rank].moment
         return [loss_of(self.models[rank], moment, self.case, rank, step, each) for each in numbers]
@@ -859,7 +860,7 @@ class OnRanks(OneProcess):
         self.memory = {name: parameter.data for name, parameter in self.first.named_parameters()}
 
     def state_of(self, model: nn.Module) -> dict[str, Tensor]:
-        """Of sharded parameters the whole; buffers are this rank's, as in one process."""
+        """Return whole parameters, and this rank's buffers, as in one process."""
         if not isinstance(model, FSDP):
             return super().state_of(model)
         state = model.full_state_dict()
@@ -940,7 +941,7 @@ class Late:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Of a contiguous tensor; a NaN equals itself."""
+    """Return the bytes of a contiguous tensor, in which a NaN equals itself."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
@@ -973,7 +974,7 @@ def late_arrivals(*names: str) -> Iterator[None]:
 
 
 def has(case: Case, kind: str, *forms: str) -> bool:
-    """Whether there is a part of this kind, and of one of these forms if any are given."""
+    """Return True if there is a part of this kind, in one of these forms if any are given."""
     return any(p.kind == kind and (not forms or p.form in forms) for p in parts_of(case.body))
 
 
@@ -999,7 +1000,7 @@ def values_of(trace: Trace) -> dict[str, Tensor]:
 
 
 def differences(mine: Trace, expected: Trace, allowed: float) -> Iterator[str]:
-    """What is not as in one process, one line each; of gradients those that both have."""
+    """Yield a line for each difference from one process, of gradients that both have."""
     for step, (a, b) in enumerate(zip(mine.present, expected.present, strict=True)):
         if a != b:
             only = f"{sorted(a - b)} have, {sorted(b - a)} lack"
@@ -1011,7 +1012,9 @@ def differences(mine: Trace, expected: Trace, allowed: float) -> Iterator[str]:
         a = found[what]
         if a.shape != b.shape or a.dtype != b.dtype:
             yield f"{what} is {a.dtype} {tuple(a.shape)}, should be {b.dtype} {tuple(b.shape)}"
-        elif not (apart := ((a - b).abs() / b.abs().clamp(min=1)).max().item()) <= allowed:
+            continue
+        apart = ((a - b).abs() / b.abs().clamp(min=1)).max().item()
+        if not apart <= allowed:  # also where it is NaN
             yield f"{what} differs by {apart:.2e}; allowed {allowed:.0e}"
 
 
@@ -1069,7 +1072,7 @@ REFUSALS = (
 
 
 def is_refusal(case: Case, strategy: str, text: str) -> bool:
-    """Whether an error is one that the strategy documents for what this case has."""
+    """Return True if the strategy documents this error for a case like this."""
     return any(
         strategy in refusal.strategies and refusal.of(case) and re.search(refusal.words, text)
         for refusal in REFUSALS
@@ -1090,7 +1093,7 @@ def as_allowed(case: Case, strategy: str) -> Case:
 
 
 def _reads_outside_units(case: Case) -> bool:
-    """Whether `as_allowed` has left something that FSDP refuses."""
+    """Return True if `as_allowed` has left something that FSDP refuses."""
     return case.head == "read" or case.body != tuple(
         _inside_units(p, False, below_list=False) for p in case.body
     )
@@ -1205,7 +1208,7 @@ class Verdict:
 
     @property
     def failed(self) -> bool:
-        """Whether this is not as it should be."""
+        """True if this is not as it should be."""
         return self.outcome in ("differs", "raises", "hangs or dies")
 
 
@@ -1318,9 +1321,9 @@ NUDGE = 1e-14  # of each parameter; as much as sums in another order are off by
 def moved_by_a_nudge(
     case: Case, context: RankContext, zeros: tuple[frozenset[str], ...], expected: Trace
 ) -> set[str]:
-    """What differs by more than strategies may where one process begins elsewhere by NUDGE.
+    """Return differences that are too large already when one process begins elsewhere by NUDGE.
 
-    Values alone can.
+    Only values can differ so.
     """
     nudged = OneProcess(case, context.world_size, context.rank, zeros)
     with torch.no_grad():
@@ -1339,7 +1342,7 @@ def _where(difference: str) -> str:
 def _trained_alone(
     case: Case, world_size: int, rank: int, zeros: tuple[frozenset[str], ...] = ()
 ) -> Trace | Invalid:
-    """What one process shows, see `OneProcess`; or why it cannot train this."""
+    """Return the observations of `OneProcess`, or why one process cannot train this."""
     try:
         reference = OneProcess(case, world_size, rank, zeros)
         reference.train()

@@ -75,7 +75,8 @@ def records_of(source: str, root: Path) -> list[Record]:
     path, variants, key, values, _ = SOURCE.fullmatch(source).groups()
     records = read_json(root / path)
     commits = dict.fromkeys(record.commit or "unknown" for record in records)
-    if dirty := [commit for commit in commits if commit.endswith("-dirty")]:
+    dirty = [commit for commit in commits if commit.endswith("-dirty")]
+    if dirty:
         raise ValueError(
             f"{path} is of code that was never committed ({', '.join(dirty)}), and a page shows "
             "records of a clean commit: commit, then measure it again with distlab records"

@@ -211,20 +211,26 @@ def read_json(path: str | Path) -> list[Record]:
 
 
 def _as_now(record: Record) -> Record:
-    """Give a record the names of now."""
+    """Return a record with the present names of experiments and metrics."""
     experiment = record.experiment
-    metrics = {
-        next((old.sub(new, name) for old, new in RENAMED if old.search(name)), name): value
-        for name, value in record.metrics.items()
-    }
+    metrics = {_present_name(name): value for name, value in record.metrics.items()}
     for old, new in TURNED.get(experiment, {}).items():
         for kind in ("", "predicted_"):
-            if (value := metrics.pop(kind + old, None)) is not None:
+            value = metrics.pop(kind + old, None)
+            if value is not None:
                 metrics[kind + new] = 1 / value
     config = record.config | SAID_NOW.get(experiment, {})
     return dataclasses.replace(
         record, experiment=MERGED.get(experiment, experiment), config=config, metrics=metrics
     )
+
+
+def _present_name(name: str) -> str:
+    """Return the present name of a metric, by the first entry of `RENAMED` that fits."""
+    for old, new in RENAMED:
+        if old.search(name):
+            return old.sub(new, name)
+    return name
 
 
 @contextlib.contextmanager

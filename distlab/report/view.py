@@ -82,7 +82,8 @@ class View:
         tables = self.tables(records)
         if only:
             known = dict.fromkeys(column.name for _, _, columns in tables for column in columns)
-            if unknown := [name for name in only if name not in known]:
+            unknown = [name for name in only if name not in known]
+            if unknown:
                 raise ValueError(f"no column {', '.join(unknown)}; there are {', '.join(known)}")
             tables = [
                 (part, group, [c for c in columns if c.name in ("variant", *only)])
