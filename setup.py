@@ -1,4 +1,6 @@
-"""Say which packages a wheel installs: distlab and kernels by their names, the commands inside of distlab.
+"""List the packages that a wheel installs.
+
+distlab and kernels are installed under their names, and the commands inside of distlab.
 
 A user's environment may have packages of its own called launch or experiments, so the wheel
 installs neither name: they are stored in `distlab/commands`, where the script `distlab`

@@ -35,8 +35,8 @@ def foreign_kernels() -> str | None:
         return None
     if spec.submodule_search_locations is None:
         return (
-            f"`import kernels` finds the file {spec.origin}, and not the package of distlab in {KERNELS}: rename that "
-            "file, or run from another folder"
+            f"`import kernels` finds the file {spec.origin}, and not the package of distlab in "
+            f"{KERNELS}: rename that file, or run from another folder"
         )
     ours = _module_names(KERNELS)
     for folder in map(Path, spec.submodule_search_locations):
@@ -45,10 +45,12 @@ def foreign_kernels() -> str | None:
             continue
         if folder.samefile(KERNELS):
             return None  # folders after it hide nothing
-        if hidden := sorted(ours & _module_names(folder)):
+        hidden = sorted(ours & _module_names(folder))
+        if hidden:
             return (
-                f"`import kernels.{hidden[0]}` finds the module in {folder}, and not that of distlab in {KERNELS} "
-                f"(in all {len(hidden)} modules): rename the folder {folder}, or run from another folder"
+                f"`import kernels.{hidden[0]}` finds the module in {folder}, and not that of "
+                f"distlab in {KERNELS} (in all {len(hidden)} modules): rename the folder {folder}, "
+                "or run from another folder"
             )
     return None
 

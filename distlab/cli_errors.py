@@ -1,7 +1,8 @@
 """The end of a command: exit code 0, one line for an error the user can fix, or a stop on request.
 
     def main() -> int:
-        return until_stopped("my_experiment", work)     # work's exit code, or 128 + the number of the signal
+        # Returns work's exit code, or 128 + the number of the signal.
+        return until_stopped("my_experiment", work)
 
 A request to stop is not an error, whether it comes from Ctrl-C (SIGINT) or from a scheduler
 (SIGTERM): one line says what was saved, and within two seconds the process is gone. The handler
@@ -33,15 +34,16 @@ from typing import Any
 from distlab.text import for_terminal
 
 USAGE_ERROR = 2
-# What a person can mend. Anything else is our mistake and keeps its traceback.
+# Errors that the user can fix: print one line. Anything else is a bug: keep the traceback.
 USER_ERRORS = (ValueError, OSError, MemoryError)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-GRACE_S = 1.2  # for the main thread to end by itself
-SHOWN = 6  # files that are named one by one
-# What plain RuntimeErrors say: the host's allocator, CUDA's driver and runtime, cuDNN, cuBLAS and
-# NCCL.
+GRACE_S = 1.2  # time in which the main thread can end by itself
+SHOWN = 6  # number of files that are named one by one
+# Texts of plain RuntimeErrors about memory, of the host's allocator, CUDA's driver and runtime,
+# cuDNN, cuBLAS and NCCL.
 NO_MEMORY = re.compile(
-    r"can't allocate memory|CUDA (driver )?error: out of memory|(unhandled ?cuda ?error|cuda failure).*out of memory"
+    r"can't allocate memory|CUDA (driver )?error: out of memory"
+    r"|(unhandled ?cuda ?error|cuda failure).*out of memory"
     r"|CUDNN_STATUS_\w*ALLOC\w*_FAILED|CUBLAS_STATUS_ALLOC_FAILED"
     r"|CUBLAS_STATUS_NOT_INITIALIZED when calling .cublas(Lt)?Create",
     re.IGNORECASE | re.DOTALL,
@@ -49,16 +51,18 @@ NO_MEMORY = re.compile(
 
 
 def message_of(error: Exception) -> str | None:
-    """Return the line for an error that the user can fix. None for any other error.
+    """Return the line for an error that the user can fix.
 
-    Others keep their traceback.
+    None for any other error, which keeps its traceback.
     """
     line = _line_of(error)
-    # it may quote a file that came from elsewhere
-    return None if line is None else for_terminal(line)
+    if line is None:
+        return None
+    return for_terminal(line)  # the line may quote a file that came from elsewhere
 
 
 def _line_of(error: Exception) -> str | None:
+    """Return the text of `message_of`, before it is made safe for a terminal."""
     if is_out_of_memory(error):
         said = str(error).strip()
         if type(error) is MemoryError and said:  # one of ours, which says what to do
@@ -66,21 +70,19 @@ def _line_of(error: Exception) -> str | None:
         first = f" ({said.splitlines()[0]})" if said else ""
         return f"out of memory{first}: a smaller --batch, --context or --size takes less"
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        remedy = (
-            ": make room there, then give the same command again"
-            if error.errno == errno.ENOSPC
-            else ""
-        )
+        remedy = ""
+        if error.errno == errno.ENOSPC:
+            remedy = ": make room there, then give the same command again"
         return f"{error.filename}: {error.strerror}{remedy}"
     return str(error) if isinstance(error, USER_ERRORS) else None
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Say whether an allocator, of a GPU or of the host, could not give what was asked for.
+    """Return True if an allocator, of a GPU or of the host, had no memory left.
 
-    Errors that an error was raised from, or while they were handled, count as what it is about.
+    This may be the error itself, or one in the chain of errors from which it was raised.
     """
-    torch = sys.modules.get("torch")  # where nobody has imported it, no error is torch's
+    torch = sys.modules.get("torch")  # if it is not imported, no error is torch's
     kinds = MemoryError if torch is None else (MemoryError, torch.OutOfMemoryError)
     while error is not None:
         if isinstance(error, kinds) or NO_MEMORY.search(str(error)):
@@ -90,7 +92,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 class _Stream(io.FileIO):
-    """A standard stream that ignores a reader which has gone away."""
+    """Standard stream that ignores a reader which has gone away."""
 
     def write(self, data: Any) -> int:
         with contextlib.suppress(BrokenPipeError):
@@ -101,8 +103,7 @@ class _Stream(io.FileIO):
 def outlive_readers() -> None:
     """Drop what is printed into a closed pipe from here on, as in `distlab list | head`.
 
-    The command goes on, so that a run of which only the first lines were wanted is saved
-    nevertheless.
+    The command goes on, so that a run is saved even if only its first lines were wanted.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         _open_if_closed(number, name)
@@ -110,18 +111,15 @@ def outlive_readers() -> None:
         old = getattr(sys, name)
         buffer = io.BufferedWriter(_Stream(old.fileno(), "w", closefd=False))
         at_once = old.line_buffering or old.write_through
-        setattr(
-            sys, name, io.TextIOWrapper(buffer, old.encoding, old.errors, line_buffering=at_once)
-        )
+        text = io.TextIOWrapper(buffer, old.encoding, old.errors, line_buffering=at_once)
+        setattr(sys, name, text)
 
 
 def _open_if_closed(number: int, name: str) -> None:
     """Open the null device as a standard stream that was closed, as by `>&-`.
 
-    What is printed there is dropped.
-
-    Its number is taken as well. Else the next file that is opened would get it, and what C code
-    prints with it.
+    Text that is printed there is dropped. The stream also gets its file descriptor back. Otherwise
+    the next file that is opened would get it, with all that C code prints.
     """
     if getattr(sys, name) is not None:
         return
@@ -134,7 +132,7 @@ def _open_if_closed(number: int, name: str) -> None:
 
 
 class Stopped(KeyboardInterrupt):
-    """Signal `number`, which this process was sent. No `except Exception` holds it up."""
+    """Signal `number`, which this process received. `except Exception` does not catch it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -146,9 +144,10 @@ def until_stopped(name: str, work: Callable[[], int], *, speaks: bool = True) ->
 
     Args:
         name: name of the command, for the line on stderr.
-        speaks: True if this process prints that line. One of several ranks does.
+        work: function that returns an exit code.
+        speaks: True if this process prints that line. One rank does.
 
-    In another than the main thread, which gets no signals, this is `work()`.
+    Only the main thread gets signals. In another thread this is `work()`.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
@@ -158,7 +157,8 @@ def until_stopped(name: str, work: Callable[[], int], *, speaks: bool = True) ->
         with _watched(run):
             try:
                 return work()
-            except BaseException as error:  # what was stopped may fail otherwise while it cleans up
+            except BaseException as error:
+                # Stopped work may raise another error while it cleans up.
                 if not run.asked and not isinstance(error, KeyboardInterrupt):
                     raise
                 run.asked = run.asked or signal.SIGINT
@@ -189,8 +189,8 @@ def how_to_continue(text: str) -> None:
 def hand_signals_over() -> None:
     """Leave signals to torchrun's agent from here on. It gives its ranks time to save.
 
-    The thread that listens for them ends. The agent forks its ranks only in a process without other
-    threads.
+    The thread that listens for signals ends, because the agent forks its ranks only in a process
+    without other threads.
     """
     run = _current.get()
     if run is not None:
@@ -203,16 +203,14 @@ def hand_signals_over() -> None:
 def ended_at_once(name: str, *, speaks: bool = True) -> Iterator[None]:
     """End the process after one line at each of `SIGNALS` while the block runs.
 
-    For the import of torch: there is nothing to save, and an exception out of a handler would be
-    swallowed there, or end in another error.
+    Use it for the import of torch. There is nothing to save yet, and the import would swallow an
+    exception out of a handler, or turn it into another error.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
         if speaks:
-            os.write(
-                2,
-                f"{name}: stopped by {_sender(number)} while starting; nothing was saved\n".encode(),
-            )
+            line = f"{name}: stopped by {_sender(number)} while starting; nothing was saved\n"
+            os.write(2, line.encode())
         os._exit(128 + number)
 
     with answered(end):
@@ -220,7 +218,7 @@ def ended_at_once(name: str, *, speaks: bool = True) -> Iterator[None]:
 
 
 class _Listener:
-    """Thread that hears of `SIGNALS` at once, while the main thread may be busy.
+    """Thread that receives `SIGNALS` at once, while the main thread may be busy.
 
     Args:
         hear: function that is called with a signal's number in the thread.
@@ -236,7 +234,10 @@ class _Listener:
         self.ended = False
 
     def _listen(self) -> None:
-        while arrived := os.read(self.reader, 1):
+        while True:
+            arrived = os.read(self.reader, 1)
+            if not arrived:
+                return  # the writer was closed
             if arrived[0] in SIGNALS:
                 self.hear(arrived[0])
 
@@ -258,10 +259,11 @@ def answered(
 ) -> Iterator[_Listener | None]:
     """Call `handler` for `SIGNALS` in the block. Ignored signals stay ignored, as under nohup.
 
-    In threads other than the main one, which get no signals, nothing happens.
+    Only the main thread gets signals. In other threads nothing happens.
 
     Args:
-        hear: function called with the number in a thread, at once, while the main thread may be
+        handler: function `handler(number, frame)`, called in the main thread.
+        hear: function `hear(number)`, called at once in a thread, while the main thread may be
             busy.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -279,11 +281,26 @@ def answered(
 
 
 def _sender(number: int) -> str:
+    """Return the name of a signal as users know it."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 @dataclass
 class _Run:
+    """A command that a signal may stop.
+
+    Attributes:
+        name: name of the command.
+        speaks: True if this process prints the line about the stop.
+        folder: folder of the results.
+        continues: advice on how to continue.
+        asked: number of the signal that stopped it, or 0.
+        begin: time of the start, in seconds.
+        ended: event that is set when no signal is awaited any more.
+        listener: thread that receives signals.
+        said: True if the line was printed.
+    """
+
     name: str
     speaks: bool
     folder: Path | None = None
@@ -295,7 +312,7 @@ class _Run:
     said: bool = False
 
     def say(self) -> None:
-        """One line, once."""
+        """Print one line about the stop, once."""
         if self.said or not self.speaks:
             return
         self.said = True
@@ -316,9 +333,10 @@ def what_is_saved(folder: Path | None) -> str:
     """Describe what a folder of results holds. Remove an empty folder."""
     if folder is None:
         return "nothing was saved"
-    names = sorted(
-        path.name for path in folder.glob("*") if not path.name.startswith((".tmp-", "run.lock"))
-    )
+    names = []
+    for path in sorted(folder.glob("*")):
+        if not path.name.startswith((".tmp-", "run.lock")):
+            names.append(path.name)
     if not names:
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -329,13 +347,15 @@ def what_is_saved(folder: Path | None) -> str:
 
 @contextlib.contextmanager
 def _watched(run: _Run) -> Iterator[None]:
+    """Stop the block by `Stopped` at the first signal. End the process if it does not stop."""
+
     def raise_once(number: int, frame: FrameType | None) -> None:
         if not run.asked:
             run.asked = number
             raise Stopped(number)
 
     def ignore_stopped(failure: sys.UnraisableHookArgs) -> None:
-        # raised where no exception can leave: the watcher ends us
+        # It was raised where no exception can leave. `end_unless_ended` then ends the process.
         if not issubclass(failure.exc_type, Stopped):
             shown(failure)
 
@@ -347,7 +367,8 @@ def _watched(run: _Run) -> Iterator[None]:
             sys.stdout.flush()
             os._exit(128 + number)
 
-    shown, sys.unraisablehook = sys.unraisablehook, ignore_stopped
+    shown = sys.unraisablehook
+    sys.unraisablehook = ignore_stopped
     with answered(raise_once, end_unless_ended) as run.listener:
         try:
             yield

@@ -106,7 +106,8 @@ def compared(runs: Sequence[SavedRun], control: str | None = None) -> list[Recor
     for run in runs:
         if not any(is_number(record.metrics.get(metric)) for record in run.records):
             raise ValueError(
-                f"{run.path} has no {metric}: it was written by another version, or measured otherwise"
+                f"{run.path} has no {metric}: it was written by another version, or measured "
+                "otherwise"
             )
     tables = _keyed(runs)
     rows = []
@@ -150,10 +151,11 @@ def _over(run: SavedRun, control: str) -> list[Record]:
 def differences(runs: Sequence[SavedRun]) -> list[str]:
     """List the differences other than results: machines first, then code and options."""
     found = []
-    if len(machines := {_machine(run) for run in runs}) > 1:
+    machines = {_machine(run) for run in runs}
+    if len(machines) > 1:
         found.append(
-            f"DIFFERENT MACHINES: {' and '.join(sorted(machines))}; what differs below is the machines' "
-            "difference too"
+            f"DIFFERENT MACHINES: {' and '.join(sorted(machines))}; what differs below is the "
+            "machines' difference too"
         )
     places = [
         {"commit": run.first.commit or "unknown"}
@@ -284,11 +286,12 @@ def view_of(runs: Sequence[SavedRun], metric: str) -> View:
         ],
         headline=lambda rows: named,
         findings=lambda rows: [*differing, *findings(rows)],
-        reading="Medians, the last run against the first. A row is worse or better where the difference is larger than "
-        "twice the noise of the noisier run, since either may be off by it (once for ratios to a row), and, with "
-        "samples of both, its 95 % interval (10,000 resamples of each run's own steps) does not contain 0. Everything "
-        "else is a tie. Noise is half of what the samples spread from p20 to p80, or what a run measured against "
-        "itself, whichever is more.",
+        reading="Medians, the last run against the first. A row is worse or better where the "
+        "difference is larger than twice the noise of the noisier run, since either may be off by "
+        "it (once for ratios to a row), and, with samples of both, its 95 % interval (10,000 "
+        "resamples of each run's own steps) does not contain 0. Everything else is a tie. Noise is "
+        "half of what the samples spread from p20 to p80, or what a run measured against itself, "
+        "whichever is more.",
         prediction="None: this compares what was measured.",
         noise="The noise column holds the larger of the two runs'.",
     )
@@ -372,4 +375,6 @@ def _sentence(row: Record) -> str:
 
 def _machine(run: SavedRun) -> str:
     known = run.first.environment
-    return f"{known.get('device_name') or 'unknown device'}, {known.get('device_count') or 1} on the host"
+    device = known.get("device_name") or "unknown device"
+    count = known.get("device_count") or 1
+    return f"{device}, {count} on the host"

@@ -46,7 +46,7 @@ __all__ = [
 FunctionClass = type[torch.autograd.Function]
 EPS = 1e-5  # of the assignments' RMSNorm
 
-# -- kernels ---------------------------------------------------------------------------------------------------
+# -- kernels ---------------------------------------------------------------------------------------
 
 
 def get_flashattention_autograd_function_pytorch() -> FunctionClass:
@@ -91,7 +91,7 @@ def _rmsnorm_gradients(grad_output: Tensor, x: Tensor, g: Tensor) -> tuple[Tenso
         return torch.autograd.grad(RMSNormPyTorch.apply(*leaves, EPS), leaves, grad_output)
 
 
-# -- data parallelism ------------------------------------------------------------------------------------------
+# -- data parallelism ------------------------------------------------------------------------------
 
 
 def ddp_on_after_backward(
@@ -115,7 +115,7 @@ get_ddp = get_ddp_individual_parameters = OverlapDDP
 get_ddp_bucketed = BucketedDDP  # of a module and the MiB of a bucket; None: one bucket
 ddp_individual_parameters_on_after_backward = ddp_bucketed_on_after_backward = ddp_on_after_backward
 
-# -- sharding --------------------------------------------------------------------------------------------------
+# -- sharding --------------------------------------------------------------------------------------
 
 # Of a module and the dtype it computes in; its shards and their gradients stay fp32. Build the
 # optimizer from the wrapper's `parameters()`, which are this rank's shards.

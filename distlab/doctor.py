@@ -5,9 +5,8 @@ The report ends with the first command to try.
     distlab doctor            # a report for people
     distlab doctor --json     # the same as one line of JSON
 
-It starts two gloo ranks, because that is what most machines that fail fail at. Exit code 0 if the
-main job will run, 1 if it will not. Nothing here imports torch before it has looked whether there
-is one.
+It starts two gloo ranks, because most failures show there. The exit code is 0 if the main job will
+run, and 1 if it will not. Nothing here imports torch before it has checked that there is one.
 """
 
 import contextlib
@@ -20,15 +19,19 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from distlab import foreign_kernels
 from distlab.cli_errors import until_stopped
 from distlab.options import Parser
 
-OK, LIMITED, MISSING = "ok", "limited", "missing"
+OK = "ok"
+LIMITED = "limited"
+MISSING = "missing"
 SIGNS = {OK: "+", LIMITED: "~", MISSING: "-"}
-PYTHON_LEAST, TORCH_LEAST, TRITON_LEAST = (3, 11), (2, 11), (3, 6)
+MIN_PYTHON = (3, 11)
+MIN_TORCH = (2, 11)
+MIN_TRITON = (3, 6)
 SHM = "/dev/shm"
 INSTALL = "pip install -e '.[test]'"
 
@@ -69,17 +72,17 @@ class Ability:
 
 def checked(name: str, fine: bool, found: str, advice: str, otherwise: str = LIMITED) -> Finding:
     """Return a finding that is ok, or one with the state `otherwise` and the advice."""
-    return Finding(name, OK, found) if fine else Finding(name, otherwise, found, advice)
+    if fine:
+        return Finding(name, OK, found)
+    return Finding(name, otherwise, found, advice)
 
 
 def version_tuple(text: str) -> tuple[int, int]:
     """Return major and minor of a version such as `2.13.0+cpu`, or (0, 0) for other text."""
-    parts = text.split("+")[0].split(".")[:2]
-    return (
-        (int(parts[0]), int(parts[1]))
-        if len(parts) == 2 and all(p.isdigit() for p in parts)
-        else (0, 0)
-    )
+    parts = text.split("+")[0].split(".")
+    if len(parts) < 2 or not (parts[0].isdigit() and parts[1].isdigit()):
+        return (0, 0)
+    return (int(parts[0]), int(parts[1]))
 
 
 def package(name: str, least: tuple[int, int], advice: str) -> Finding:
@@ -109,31 +112,26 @@ def find_host() -> list[Finding]:
     """Check the interpreter, cores, memory and /dev/shm, which NCCL uses within a host."""
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     python = checked(
-        "Python", sys.version_info[:2] >= PYTHON_LEAST, found, "needs 3.11 or newer", MISSING
+        "Python", sys.version_info[:2] >= MIN_PYTHON, found, "needs 3.11 or newer", MISSING
     )
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     found = f"{cores} cores"
     with contextlib.suppress(ValueError, OSError, AttributeError):
-        found += (
-            f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB memory"
-        )
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        found += f", {memory_bytes / 2**30:.0f} GiB memory"
     cpu = checked("CPU", cores >= 2, found, "two ranks share a core: timings say little")
-    if not os.path.exists(SHM):
-        return [
-            python,
-            cpu,
-            Finding(
-                "shared memory", LIMITED, f"no {SHM}", "NCCL between GPUs of one host needs it"
-            ),
-        ]
-    free = shutil.disk_usage(SHM).free
-    found, advice = (
-        f"{free / 2**20:,.0f} MiB free in {SHM}",
-        "NCCL may fail: start the container with --shm-size=1g",
-    )
-    return [python, cpu, checked("shared memory", free >= 2**28, found, advice)]
+    if os.path.exists(SHM):
+        free = shutil.disk_usage(SHM).free
+        found = f"{free / 2**20:,.0f} MiB free in {SHM}"
+        advice = "NCCL may fail: start the container with --shm-size=1g"
+        shared = checked("shared memory", free >= 2**28, found, advice)
+    else:
+        advice = "NCCL between GPUs of one host needs it"
+        shared = Finding("shared memory", LIMITED, f"no {SHM}", advice)
+    return [python, cpu, shared]
 
 
 def find_gpus() -> list[Finding]:
@@ -144,35 +142,28 @@ def find_gpus() -> list[Finding]:
 
     count = torch.cuda.device_count()
     if not count:
-        why = (
-            "torch is built without CUDA"
-            if torch.version.cuda is None
-            else "torch sees no NVIDIA GPU"
-        )
-        return [
-            Finding(
-                "GPUs",
-                LIMITED,
-                f"none ({why})",
-                "everything runs on CPU ranks, kernels in plain torch",
-            )
-        ]
+        why = "torch sees no NVIDIA GPU"
+        if torch.version.cuda is None:
+            why = "torch is built without CUDA"
+        advice = "everything runs on CPU ranks, kernels in plain torch"
+        return [Finding("GPUs", LIMITED, f"none ({why})", advice)]
     findings = []
     for index in range(count):
         properties = torch.cuda.get_device_properties(index)
         name = torch.cuda.get_device_name(index)
-        found = f"{name}, {properties.total_memory / 2**30:.0f} GiB, compute {properties.major}.{properties.minor}"
+        memory_gib = properties.total_memory / 2**30
+        capability = f"{properties.major}.{properties.minor}"
+        found = f"{name}, {memory_gib:.0f} GiB, compute {capability}"
         advice = "its peaks are not in distlab/hardware.py: MFU and roofline say n/a"
         findings.append(checked(f"GPU {index}", lookup(name) is not None, found, advice))
     if count > 1:
         peers = all(torch.cuda.can_device_access_peer(0, other) for other in range(1, count))
         links = "direct access between GPUs" if peers else "no direct access between GPUs"
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            asked = ["nvidia-smi", "topo", "-m"]
-            topology = subprocess.run(
-                asked, capture_output=True, text=True, timeout=20, check=True
-            ).stdout
-            links = parse_topology(topology) or links
+            answer = subprocess.run(
+                ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20, check=True
+            )
+            links = parse_topology(answer.stdout) or links
         advice = "collectives go through host memory: expect a tenth of NVLink's bandwidth"
         findings.append(checked("links", peers, links, advice))
     return findings
@@ -195,19 +186,16 @@ def find_backends() -> list[Finding]:
     if not dist.is_available():
         advice = "this torch has no distributed package: install one from its own index"
         return [Finding("gloo", MISSING, "no torch.distributed", advice)]
-    has_gloo, has_nccl = dist.is_gloo_available(), dist.is_nccl_available()
-    version = torch.cuda.nccl.version() if has_nccl else "not in this torch"
-    found = ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
-    return [
-        checked(
-            "gloo",
-            has_gloo,
-            f"{'' if has_gloo else 'not '}in this torch",
-            "CPU ranks cannot talk",
-            MISSING,
-        ),
-        checked("NCCL", has_nccl, found, "GPUs cannot talk to each other; CPU ranks can"),
-    ]
+    has_gloo = dist.is_gloo_available()
+    found = "in this torch" if has_gloo else "not in this torch"
+    gloo = checked("gloo", has_gloo, found, "CPU ranks cannot communicate", MISSING)
+    has_nccl = dist.is_nccl_available()
+    found = "not in this torch"
+    if has_nccl:
+        version = torch.cuda.nccl.version()  # a tuple, or one number in older versions
+        found = ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
+    nccl = checked("NCCL", has_nccl, found, "GPUs cannot communicate; CPU ranks can")
+    return [gloo, nccl]
 
 
 def sum_of_ranks(context) -> float:
@@ -227,9 +215,10 @@ def find_ranks() -> Finding:
     try:
         sums = testing.run_ranks(sum_of_ranks, 2, deadline_s=120.0)
     except Exception as error:  # whatever stops ranks here is the finding
-        first = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        lines = str(error).strip().splitlines()
+        last = lines[-1] if lines else type(error).__name__
         advice = "check the firewall on the loopback interface, and GLOO_SOCKET_IFNAME"
-        return Finding("two ranks", MISSING, f"failed: {first}", advice)
+        return Finding("two ranks", MISSING, f"failed: {last}", advice)
     finally:
         testing.shut_down()
     right = sums == [3.0, 3.0]
@@ -240,41 +229,47 @@ def find_ranks() -> Finding:
 def find_triton() -> list[Finding]:
     """Check Triton, and say how its kernels would run."""
     advice = "kernels run as plain torch; it exists for Linux only"
-    triton = package("triton", TRITON_LEAST, advice)
+    triton = package("triton", MIN_TRITON, advice)
     if triton.state == MISSING:
         return [Finding("triton", LIMITED, triton.found, advice)]
-    if another := foreign_kernels():
+    another = foreign_kernels()
+    if another:
         return [triton, Finding("kernels", MISSING, another, "ops=triton and attention=flash fail")]
     import torch
 
     from kernels._dispatch import interpreted
     from kernels.flash_attention import hopper
 
-    how = (LIMITED, "plain torch on the CPU", "TRITON_INTERPRET=1 runs the Triton code, slowly")
     if interpreted():
-        how = (LIMITED, "interpreted (TRITON_INTERPRET=1)", "correct in fp32 and fp16, not fast")
+        found = "interpreted (TRITON_INTERPRET=1)"
+        kernels = Finding("kernels", LIMITED, found, "correct in fp32 and fp16, not fast")
     elif torch.cuda.device_count():
         why = hopper.unavailable(None)
-        attention = (
-            f"those for Hopper ({hopper.SERVED})" if why is None else f"in plain Triton, as {why}"
-        )
-        how = (OK, f"compiled for the GPU; attention's: {attention}", "")
-    return [triton, Finding("kernels", *how)]
+        attention = f"those for Hopper ({hopper.SERVED})"
+        if why is not None:
+            attention = f"in plain Triton, as {why}"
+        kernels = Finding("kernels", OK, f"compiled for the GPU; attention's: {attention}")
+    else:
+        advice = "TRITON_INTERPRET=1 runs the Triton code, slowly"
+        kernels = Finding("kernels", LIMITED, "plain torch on the CPU", advice)
+    return [triton, kernels]
 
 
 def examine() -> list[Finding]:
     """Check everything. It takes about ten seconds, most of it to start two ranks."""
-    needed = (
-        ("torch", TORCH_LEAST, "nothing runs without it"),
-        ("matplotlib", (0, 0), "no pictures"),
-        ("tabulate", (0, 0), "no tables"),
-    )
-    packages = [package(name, least, f"{advice}: {INSTALL}") for name, least, advice in needed]
-    findings = [*find_host(), *packages]
-    if packages[0].state == MISSING:
+    torch = package("torch", MIN_TORCH, f"nothing runs without it: {INSTALL}")
+    findings = find_host()
+    findings.append(torch)
+    findings.append(package("matplotlib", (0, 0), f"no pictures: {INSTALL}"))
+    findings.append(package("tabulate", (0, 0), f"no tables: {INSTALL}"))
+    if torch.state == MISSING:
         return findings
-    findings += [*find_triton(), *find_gpus(), *find_backends()]
-    if all(f.state == OK for f in findings if f.name == "gloo"):
+    findings += find_triton()
+    findings += find_gpus()
+    backends = find_backends()
+    findings += backends
+    gloo = backends[0]
+    if gloo.state == OK:
         findings.append(find_ranks())
     return findings
 
@@ -285,44 +280,64 @@ def abilities(findings: list[Finding]) -> list[Ability]:
     reason = {finding.name: f"{finding.name}: {finding.found}" for finding in findings}
     gpus = sum(name.startswith("GPU ") for name in state)
     needed = ("Python", "torch", "matplotlib", "tabulate", "gloo", "two ranks")
-    old = f"torch is too old: {INSTALL}" if state.get("torch") == LIMITED else ""
-    stop = next((reason[name] for name in needed if state.get(name) == MISSING), old)
+
+    # Reasons why something does not run, empty if it does.
+    stop = ""
+    if state.get("torch") == LIMITED:
+        stop = f"torch is too old: {INSTALL}"
+    for name in reversed(needed):
+        if state.get(name) == MISSING:
+            stop = reason[name]  # the first of `needed` in the end
     there = f"found {gpus}" if gpus else "there is none"
-    one, two = (
-        "" if gpus >= n else f"needs {n} NVIDIA GPU{'s' * (n > 1)}, {there}" for n in (1, 2)
-    )
-    silent = "" if state.get("NCCL") == OK else reason.get("NCCL", "no NCCL")
-    rows = [  # what, why not, note, command
-        ("strategies on two CPU ranks", stop, "", "distlab run ddp_bench --nproc 2 --backend gloo"),
-        ("strategies on all GPUs", stop or two or silent, "", "distlab run ddp_bench"),
-        ("kernels, tested in plain torch or interpreted", stop, "", "pytest tests/kernels"),
-        ("kernels, timed", stop or one, "", "distlab run attention_sweep --preset twelve"),
-        ("mistakes, and the checks that catch them", stop, "", "distlab run sabotage"),
-        ("all tests", stop, "" if gpus > 1 else "tests that need GPUs skip", "make test"),
+    no_gpu = "" if gpus >= 1 else f"needs 1 NVIDIA GPU, {there}"
+    no_two_gpus = "" if gpus >= 2 else f"needs 2 NVIDIA GPUs, {there}"
+    no_nccl = "" if state.get("NCCL") == OK else reason.get("NCCL", "no NCCL")
+    on_gpus = stop or no_two_gpus or no_nccl
+
+    bench = "distlab run ddp_bench"
+    able = [
+        _ability("strategies on two CPU ranks", stop, f"{bench} --nproc 2 --backend gloo"),
+        _ability("strategies on all GPUs", on_gpus, bench),
+        _ability("kernels, tested in plain torch or interpreted", stop, "pytest tests/kernels"),
+        _ability("kernels, timed", stop or no_gpu, "distlab run attention_sweep --preset twelve"),
+        _ability("mistakes, and the checks that catch them", stop, "distlab run sabotage"),
+        _ability("all tests", stop, "make test"),
     ]
-    return [Ability(what, not why, why or note, command) for what, why, note, command in rows]
+    if not stop and gpus < 2:
+        able[-1] = replace(able[-1], why="tests that need GPUs skip")
+    return able
+
+
+def _ability(what: str, why_not: str, command: str) -> Ability:
+    """Return an ability that runs if there is no reason why not."""
+    return Ability(what, not why_not, why_not, command)
 
 
 def first_command(able: list[Ability]) -> str:
     """Return the command to try first: the main job on the best hardware, or the installation."""
-    return next((a.command for a in (able[1], able[0]) if a.runs), INSTALL)
+    on_cpu, on_gpus = able[:2]
+    if on_gpus.runs:
+        return on_gpus.command
+    return on_cpu.command if on_cpu.runs else INSTALL
 
 
 def report(findings: list[Finding], able: list[Ability]) -> str:
     """Return the report as text."""
-    width = max(len(f.name) for f in findings)
+    width = max(len(finding.name) for finding in findings)
     lines = ["This machine"]
-    lines += [
-        f"  {SIGNS[f.state]} {f.name:<{width}}  {f.found}" + (f"; {f.advice}" if f.advice else "")
-        for f in findings
-    ]
+    for finding in findings:
+        advice = f"; {finding.advice}" if finding.advice else ""
+        sign = SIGNS[finding.state]
+        lines.append(f"  {sign} {finding.name:<{width}}  {finding.found}{advice}")
     lines += ["", "What runs here"]
-    for a in able:
-        lines.append(
-            f"  {'yes' if a.runs else 'no ':<3}  {a.what}" + (f" ({a.why})" if a.why else "")
-        )
-        lines += [f"         {a.command}"] if a.runs else []
-    return "\n".join([*lines, "", f"Try first:  {first_command(able)}"])
+    for ability in able:
+        answer = "yes" if ability.runs else "no "
+        why = f" ({ability.why})" if ability.why else ""
+        lines.append(f"  {answer}  {ability.what}{why}")
+        if ability.runs:
+            lines.append(f"         {ability.command}")
+    lines += ["", f"Try first:  {first_command(able)}"]
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:

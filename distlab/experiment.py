@@ -145,8 +145,8 @@ class Experiment(Generic[C]):
         nproc: default number of ranks. None: all GPUs, or two on a CPU.
         prepare: (config, context) → the configuration, with the values that depend on the machine.
             Called on every rank before the run's folder is opened, so that records have the result.
-        wrong: rows, also of the parts → reasons to end with exit code 1. Those of the run's own rows
-            are its first findings.
+        wrong: rows, also of the parts → reasons to end with exit code 1. Those of the run's own
+            rows are its first findings.
         may_change: names of options that may differ when a run is resumed.
         parts: views of the rows that `measure` adds to `run.part(view.name)`, or of the run's own
             rows in a mode.
@@ -300,8 +300,8 @@ class Experiment(Generic[C]):
         small = ["--quick" if name == "quick" else f"--preset {name}" for name in names]
         remedy = f"; {' or '.join(small)} runs a small form here" if small else ""
         raise ValueError(
-            f"{self.name}{asked} needs {self.gpus} GPU{'s' if self.gpus > 1 else ''}, and there are {usable} to "
-            f"compute on{remedy}"
+            f"{self.name}{asked} needs {self.gpus} GPU{'s' if self.gpus > 1 else ''}, and there "
+            f"are {usable} to compute on{remedy}"
         )
 
     def _is_small_on_cpu(self, preset: str) -> bool:
@@ -328,8 +328,8 @@ class Experiment(Generic[C]):
             if run.header.complete:
                 since = for_terminal(run.header.complete)
                 progress.keep(
-                    f"this run is complete, since {since} ({folder}). --fresh measures it again, another "
-                    "--name begins a new one"
+                    f"this run is complete, since {since} ({folder}). --fresh measures it again, "
+                    "another --name begins a new one"
                 )
                 return self._exit_code(run, run.records)
             run.progress, run.notice = progress, progress.keep

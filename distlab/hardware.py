@@ -1,8 +1,8 @@
 """Limits of GPUs, from their makers' documents: the only source of peaks in this lab.
 
-A device that is not listed has no peak here, and reports say n/a: a guessed peak gives an MFU of
-152 %. Variants of one name differ (an "H100 PCIe" has 24 % fewer FLOP/s than an "H100 80GB HBM3"),
-so names are matched exactly.
+A device that is not listed has no peak here, and reports say n/a. A guessed peak once gave an MFU
+of 152 %. Variants of one name differ (an "H100 PCIe" has 24 % fewer FLOP/s than an "H100 80GB
+HBM3"), so names are matched exactly.
 
 Units: bytes and KiB/MiB of two for memories on the chip, powers of ten for HBM, links and FLOP/s,
 as in the documents.
@@ -26,9 +26,9 @@ class GPUSpec:
         sms: number of streaming multiprocessors enabled in the product.
         registers_per_sm: number of 32-bit registers.
         max_warps_per_sm: largest number of resident warps of 32 threads.
-        shared_memory_per_sm: bytes, the most an SM can give to shared memory.
-        shared_memory_per_block: bytes, the most one block can ask for (the system takes 1 KiB per
-            block).
+        shared_memory_per_sm: largest number of bytes that an SM can give to shared memory.
+        shared_memory_per_block: largest number of bytes that one block can ask for (the system
+            takes 1 KiB per block).
         l1_bytes: bytes of L1 and shared memory together, per SM.
         l2_bytes: bytes of the L2 of the whole chip.
         hbm_bytes: bytes by the datasheet, in powers of ten. torch's `total_memory` is a few per
@@ -38,8 +38,7 @@ class GPUSpec:
             directions).
         pcie_bandwidth: bytes per second in one direction, ×16, before protocol overhead.
         peak: dense FLOP/s by dtype (`fp64 fp32 tf32 bf16 fp16`, `fp8` where present). fp32 is
-                without tensor cores, all others with them. This is the limit of a matmul in that
-            dtype.
+            without tensor cores, all others with them. This is the limit of a matmul in that dtype.
         source: names of the documents.
         fp32_lanes_per_sm: number of fp32 multiply-adds per clock without tensor cores.
         l2_bytes_per_clock: bytes per clock that the whole L2 can read, if the maker states it.
@@ -79,11 +78,14 @@ class GPUSpec:
 
     @property
     def l2_bandwidth(self) -> float | None:
-        """Bytes per second the L2 can be read at, None where no document says."""
-        return None if self.l2_bytes_per_clock is None else self.l2_bytes_per_clock * self.clock
+        """Bytes per second that the whole L2 can read. None if no document states it."""
+        if self.l2_bytes_per_clock is None:
+            return None
+        return self.l2_bytes_per_clock * self.clock
 
 
 def _tera(**peaks: float) -> Mapping[str, float]:
+    """Return peaks by dtype, given in TFLOP/s, in FLOP/s."""
     return MappingProxyType({dtype: value * TERA for dtype, value in peaks.items()})
 
 
@@ -102,8 +104,8 @@ A100_SXM_40GB = GPUSpec(
     pcie_bandwidth=32 * GB,
     peak=_tera(fp64=19.5, fp32=19.5, tf32=156, bf16=312, fp16=312),
     source=(
-        "NVIDIA A100 Tensor Core GPU datasheet; NVIDIA A100 Tensor Core GPU Architecture white paper; "
-        "CUDA C++ Programming Guide, compute capability 8.0"
+        "NVIDIA A100 Tensor Core GPU datasheet; NVIDIA A100 Tensor Core GPU Architecture white "
+        "paper; CUDA C++ Programming Guide, compute capability 8.0"
     ),
     fp32_lanes_per_sm=64,
     l2_bytes_per_clock=5120,  # architecture white paper, "A100 L2 cache"
@@ -130,8 +132,8 @@ H100_SXM = GPUSpec(
     # The datasheet's figures with sparsity, halved; digits after the point from the white paper.
     peak=_tera(fp64=66.9, fp32=66.9, tf32=494.7, bf16=989.4, fp16=989.4, fp8=1978.9),
     source=(
-        "NVIDIA H100 Tensor Core GPU datasheet; NVIDIA H100 Tensor Core GPU Architecture white paper; "
-        "CUDA C++ Programming Guide, compute capability 9.0"
+        "NVIDIA H100 Tensor Core GPU datasheet; NVIDIA H100 Tensor Core GPU Architecture white "
+        "paper; CUDA C++ Programming Guide, compute capability 9.0"
     ),
     watts=700,
 )
@@ -143,8 +145,9 @@ H100_SXM_96GB = replace(
     hbm_bandwidth=2400 * GB,
     watts=500,
     full_watts=700,
-    source="Grattafiori et al. 2024, The Llama 3 Herd of Models, and torchtitan's performance page: the Grand Teton "
-    "platform's H100s have 96 GB of HBM2e at 2.4 TB/s and a limit of 500 W; the chip is the H100's",
+    source="Grattafiori et al. 2024, The Llama 3 Herd of Models, and torchtitan's performance "
+    "page: the Grand Teton platform's H100s have 96 GB of HBM2e at 2.4 TB/s and a limit of 500 W; "
+    "the chip is the H100's",
 )
 
 H100_PCIE = replace(
@@ -177,15 +180,14 @@ B200 = replace(
     # An eighth of an HGX B200; where the datasheet says "with sparsity", half of that.
     peak=_tera(fp64=37, fp32=75, tf32=1100, bf16=2250, fp16=2250, fp8=4500),
     source=(
-        "NVIDIA HGX B200 and DGX B200 datasheets; NVIDIA Blackwell Tuning Guide, compute capability 10.0 (an SM's "
-        "registers, warps and memories are the H100's); SM count and L2 from published device queries, not checked on "
-        "a device here"
+        "NVIDIA HGX B200 and DGX B200 datasheets; NVIDIA Blackwell Tuning Guide, compute "
+        "capability 10.0 (an SM's registers, warps and memories are the H100's); SM count and L2 "
+        "from published device queries, not checked on a device here"
     ),
     watts=1000,
 )
 
-# As `torch.cuda.get_device_name()` gives them, without the "NVIDIA " that recent drivers put in
-# front.
+# Names of `torch.cuda.get_device_name()`, without the "NVIDIA " in front that recent drivers add.
 _BY_DEVICE_NAME = {
     "A100-SXM4-40GB": A100_SXM_40GB,
     "A100-SXM4-80GB": A100_SXM_80GB,
@@ -195,7 +197,7 @@ _BY_DEVICE_NAME = {
     "B200": B200,
 }
 
-# For planning without the device, whose name cannot be queried then.
+# Short names, for planning without the device.
 BY_ALIAS = {
     "a100-40": A100_SXM_40GB,
     "a100": A100_SXM_80GB,
@@ -206,9 +208,9 @@ BY_ALIAS = {
     "b200": B200,
 }
 
-# Between nodes, bytes per second in one direction per adapter (one per GPU in the makers' reference
-# designs). Sources: NVIDIA ConnectX-6, ConnectX-7 and ConnectX-8 datasheets: 200, 400 and 800 Gb/s;
-# Ethernet by its name.
+# Bytes per second between nodes, in one direction per adapter (one per GPU in the makers'
+# reference designs). Sources: NVIDIA ConnectX-6, ConnectX-7 and ConnectX-8 datasheets (200, 400 and
+# 800 Gb/s), Ethernet by its name.
 NETWORK_LINKS = {
     "ib-hdr": 25 * GB,
     "ib-ndr": 50 * GB,
@@ -217,9 +219,10 @@ NETWORK_LINKS = {
     "eth-25g": 3.125 * GB,
 }
 
-# Seconds that one more hop of a collective takes, of NCCL's simple protocol on rings: `hwLat` in
-# its src/graph/tuning.cc (2.18 and later), 3.4 µs on NVLink and 14 µs through a network card.
-NVLINK_HOP_S, NETWORK_HOP_S = 3.4e-6, 14e-6
+# Seconds that one more hop of a collective takes with NCCL's simple protocol on rings: `hwLat` in
+# its src/graph/tuning.cc (2.18 and later).
+NVLINK_HOP_S = 3.4e-6
+NETWORK_HOP_S = 14e-6  # through a network card
 
 
 @dataclass(frozen=True)
@@ -229,7 +232,8 @@ class ClusterSpec:
     Args:
         name: name of the platform.
         gpu: model of the GPUs, the same in every host.
-        hosts, gpus_per_host: numbers of hosts and of GPUs in each.
+        hosts: number of hosts.
+        gpus_per_host: number of GPUs in each host.
         card_bytes_per_s: bytes per second of one network card in one direction.
         cards_per_host: number of network cards. It equals the number of GPUs if each has its own
             card, and is smaller if GPUs share cards.
@@ -237,7 +241,8 @@ class ClusterSpec:
             carry. 1 is a full fat tree.
         inside_bytes_per_s: bytes per second of one GPU to others of its host, in one direction.
             None for the GPU's NVLink.
-        inside_hop_s, between_hop_s: seconds of latency of one more hop of a collective.
+        inside_hop_s: seconds of latency of one more hop of a collective, inside a host.
+        between_hop_s: seconds of latency of one more hop of a collective, between hosts.
         source: names of the documents.
 
     Raises:
@@ -261,46 +266,43 @@ class ClusterSpec:
         for name in ("hosts", "gpus_per_host", "cards_per_host"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: a cluster has at least one")
-        if not (
-            self.card_bytes_per_s > 0
-            and self.inside > 0
-            and min(self.inside_hop_s, self.between_hop_s) >= 0
-        ):
+        has_bandwidths = self.card_bytes_per_s > 0 and self.inside > 0
+        has_latencies = self.inside_hop_s >= 0 and self.between_hop_s >= 0
+        if not (has_bandwidths and has_latencies):
             raise ValueError(
-                f"card_bytes_per_s={self.card_bytes_per_s}, inside_bytes_per_s={self.inside}, hops of "
-                f"{self.inside_hop_s} and {self.between_hop_s} s: bandwidths must be positive, latencies not negative"
+                f"card_bytes_per_s={self.card_bytes_per_s}, inside_bytes_per_s={self.inside}, hops "
+                f"of {self.inside_hop_s} and {self.between_hop_s} s: bandwidths must be positive, "
+                "latencies not negative"
             )
         if self.oversubscription < 1:
             raise ValueError(
-                f"oversubscription={self.oversubscription}: 1 for switches that carry all that the cards send, more "
-                "where they carry less"
+                f"oversubscription={self.oversubscription}: 1 for switches that carry all that the "
+                "cards send, more where they carry less"
             )
         if self.hosts > 1 and self.between > self.inside:
             raise ValueError(
-                f"a GPU of {self.name} sends {self.between / GB:g} GB/s to other hosts and {self.inside / GB:g} GB/s "
-                "inside its own: give cards_per_host and card_bytes_per_s in bytes (not bits) per second"
+                f"a GPU of {self.name} sends {self.between / GB:g} GB/s to other hosts and "
+                f"{self.inside / GB:g} GB/s inside its own: give cards_per_host and "
+                "card_bytes_per_s in bytes (not bits) per second"
             )
 
     @property
     def gpus(self) -> int:
-        """All of them."""
+        """Number of GPUs of all hosts."""
         return self.hosts * self.gpus_per_host
 
     @property
     def inside(self) -> float:
         """Bytes per second that a GPU sends to others of its host."""
-        return (
-            self.gpu.nvlink_bandwidth
-            if self.inside_bytes_per_s is None
-            else self.inside_bytes_per_s
-        )
+        if self.inside_bytes_per_s is None:
+            return self.gpu.nvlink_bandwidth
+        return self.inside_bytes_per_s
 
     @property
     def between(self) -> float:
-        """Bytes per second that a GPU sends to other hosts while all of its host's do."""
-        return (
-            self.card_bytes_per_s * self.cards_per_host / self.gpus_per_host / self.oversubscription
-        )
+        """Bytes per second that a GPU sends to other hosts while all GPUs of its host do."""
+        host = self.card_bytes_per_s * self.cards_per_host
+        return host / self.gpus_per_host / self.oversubscription
 
 
 CLUSTERS = {
@@ -310,14 +312,20 @@ CLUSTERS = {
             "dgx-a100",
             A100_SXM_80GB,
             card_bytes_per_s=25 * GB,
-            source="NVIDIA DGX A100 datasheet: 8 × A100, NVSwitch, 8 × ConnectX-6 of 200 Gb/s for compute",
+            source=(
+                "NVIDIA DGX A100 datasheet: 8 × A100, NVSwitch, 8 × ConnectX-6 of 200 Gb/s for "
+                "compute"
+            ),
         ),
         ClusterSpec(
             "p4d",
             A100_SXM_40GB,
             card_bytes_per_s=12.5 * GB,
             cards_per_host=4,
-            source="Amazon EC2 P4d page: 8 × A100 40GB, NVSwitch, 4 × 100 Gb/s of EFA, each for two GPUs",
+            source=(
+                "Amazon EC2 P4d page: 8 × A100 40GB, NVSwitch, 4 × 100 Gb/s of EFA, each for two "
+                "GPUs"
+            ),
         ),
         ClusterSpec(
             "dgx-h100",
@@ -337,13 +345,16 @@ CLUSTERS = {
         ClusterSpec(
             "grand-teton",
             H100_SXM_96GB,
-            source="torchtitan's performance page and the Llama 3 paper: 8 × H100 (see there), 400 Gb/s RDMA per GPU",
+            source=(
+                "torchtitan's performance page and the Llama 3 paper: 8 × H100 (see there), 400 "
+                "Gb/s RDMA per GPU"
+            ),
         ),
     )
 }
-CLUSTERS |= {
-    name.replace("dgx", "hgx"): spec for name, spec in CLUSTERS.items() if name.startswith("dgx")
-}
+# An HGX is the same board of 8 GPUs in another maker's host.
+for _name in [name for name in CLUSTERS if name.startswith("dgx")]:
+    CLUSTERS[_name.replace("dgx", "hgx")] = CLUSTERS[_name]
 
 
 def cluster(text: str) -> ClusterSpec:
@@ -362,22 +373,28 @@ def cluster(text: str) -> ClusterSpec:
     numbers = size.split("x")
     if len(numbers) > 2 or not all(number.isdigit() and int(number) > 0 for number in numbers):
         raise ValueError(
-            f"cluster {text!r}: give NAME:HOSTSxGPUS or NAME:GPUS, such as {name}:16x8 or {name}:128"
+            f"cluster {text!r}: give NAME:HOSTSxGPUS or NAME:GPUS, such as {name}:16x8 or "
+            f"{name}:128"
         )
     if len(numbers) == 2:
+        gpus_per_host = int(numbers[1])
+        # As many cards per GPU as in a whole host, rounded up.
+        cards_per_host = -(-spec.cards_per_host * gpus_per_host // spec.gpus_per_host)
         return replace(
             spec,
             hosts=int(numbers[0]),
-            gpus_per_host=int(numbers[1]),
-            cards_per_host=-(-spec.cards_per_host * int(numbers[1]) // spec.gpus_per_host),
+            gpus_per_host=gpus_per_host,
+            cards_per_host=cards_per_host,
         )
-    gpus, each = int(size), spec.gpus_per_host
+    gpus = int(size)
+    each = spec.gpus_per_host
     if gpus > each and gpus % each:
         near = max(1, round(gpus / each)) * each
         raise ValueError(
             f"{gpus} GPUs do not fill hosts of {each}; nearest: {name}:{near}, or {name}:HOSTSxGPUS"
         )
-    return cluster(f"{name}:{-(-gpus // each)}x{min(gpus, each)}")
+    hosts = -(-gpus // each)  # rounded up
+    return cluster(f"{name}:{hosts}x{min(gpus, each)}")
 
 
 _DTYPE_NAMES = {
@@ -393,18 +410,17 @@ _DTYPE_NAMES = {
 def lookup(device_name: str) -> GPUSpec | None:
     """Return the specification of a device by its name in torch, or None if it is unknown.
 
-    A name is for example "NVIDIA H100 80GB HBM3".
-
-    Only whole names match: a slice of a GPU ("… MIG 1g.10gb") is not the GPU.
+    A name is for example "NVIDIA H100 80GB HBM3". Only whole names match, because a slice of a GPU
+    ("… MIG 1g.10gb") is not the GPU.
     """
     return _BY_DEVICE_NAME.get(device_name.removeprefix("NVIDIA "))
 
 
 def by_alias(name: str) -> GPUSpec:
-    """The specification by a short name such as `h100`.
+    """Return the specification of a GPU by a short name such as `h100`.
 
     Raises:
-        ValueError: an unknown name; the message lists those that are known.
+        ValueError: an unknown name. The message lists the known names.
     """
     if name not in BY_ALIAS:
         raise ValueError(f"device {name!r} is unknown; choose one of {', '.join(BY_ALIAS)}")
@@ -412,17 +428,18 @@ def by_alias(name: str) -> GPUSpec:
 
 
 def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
-    """Dense FLOP/s of a device in a dtype; None where the device, or the dtype on it, is unknown.
+    """Return the dense FLOP/s of a device in a dtype. None if the device or its peak is unknown.
 
     Args:
-        device_name: from `torch.cuda.get_device_name()`.
-        dtype: a torch dtype or one of `fp64 fp32 tf32 bf16 fp16 fp8`. fp32 means without tensor
-            cores; where `torch.backends.cuda.matmul.allow_tf32` is set, ask for `tf32`.
+        device_name: name from `torch.cuda.get_device_name()`.
+        dtype: torch dtype, or one of `fp64 fp32 tf32 bf16 fp16 fp8`. fp32 means without tensor
+            cores. Where `torch.backends.cuda.matmul.allow_tf32` is set, ask for `tf32`.
     """
     spec = lookup(device_name)
     if spec is None:
         return None
-    return spec.peak.get(_DTYPE_NAMES.get(dtype, "") if isinstance(dtype, torch.dtype) else dtype)
+    name = _DTYPE_NAMES.get(dtype, "") if isinstance(dtype, torch.dtype) else dtype
+    return spec.peak.get(name)
 
 
 def peak_of(device: torch.device, dtype: str) -> float | None:

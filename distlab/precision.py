@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
-# Name on the command line and in records → dtype of the computation; None: the parameters' own.
+# Name on the command line and in records → dtype of the computation. None: the parameters' dtype.
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """The context for forward and loss, such that they compute in `dtype`; None changes nothing."""
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+    """Return a context in which forward and loss compute in `dtype`. None changes nothing."""
+    if dtype is None:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype)

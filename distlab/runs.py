@@ -1,7 +1,7 @@
 """Runs: one folder each, rows that are saved as they come, resuming, and the list of all runs.
 
-    run.add("bucketed", {"step_p50_ms": 12.3}, bucket_size_mb=25.0)     # saved at once
-    if run.done("bucketed", bucket_size_mb=25.0): …                      # by the run that was cut off
+    run.add("bucketed", {"step_p50_ms": 12.3}, bucket_size_mb=25.0)  # saved at once
+    if run.done("bucketed", bucket_size_mb=25.0): …  # by the run that was cut off
 
 A run's folder holds `run.json`, which says what is run (options, ranks, device, commit, command),
 and the rows in `records.json`; when all are there, `report.view.write` adds tables, pictures and
@@ -120,7 +120,8 @@ def check_names(out: str, *names: str | None) -> None:
             )
         if name is not None and len(os.fsencode(name)) > LONGEST_NAME:
             raise ValueError(
-                f"--name of {len(name)} characters is too long for a folder: give at most {LONGEST_NAME} bytes"
+                f"--name of {len(name)} characters is too long for a folder: give at most "
+                f"{LONGEST_NAME} bytes"
             )
 
 
@@ -295,25 +296,26 @@ def open_run(header: Header, folder: Path, may_change: Sequence[str] = ()) -> Ru
         ValueError: the folder holds another run, with another commit, other options, other ranks or
             another device.
     """
-    saved, rows, records = folder / HEADER, folder / ROWS, []
+    saved = folder / HEADER
+    rows = folder / ROWS
+    records = []
     if saved.is_file():
         before = from_fields(Header, read_checked(saved), saved)
-        if found := same_run(before, header, may_change):
+        found = same_run(before, header, may_change)
+        if found:
             raise ValueError(
-                f"--name {folder.name}: {folder} holds another run: {'; '.join(found)}. Give the same options to "
-                "resume it, or another --name"
+                f"--name {folder.name}: {folder} holds another run: {'; '.join(found)}. Give the "
+                "same options to resume it, or another --name"
             )
         records = read_json(rows) if rows.is_file() else []
-        if any(
-            (record.experiment, record.commit) != (header.experiment, header.commit)
-            for record in records
-        ):
-            raise ValueError(f"{rows} holds rows of another run: {MEASURE_AGAIN}")
+        for record in records:
+            if (record.experiment, record.commit) != (header.experiment, header.commit):
+                raise ValueError(f"{rows} holds rows of another run: {MEASURE_AGAIN}")
         header = replace(header, complete=before.complete)
     return Run(header, folder, records)
 
 
-# -- the list of all runs ------------------------------------------------------------------------------------------
+# -- the list of all runs --------------------------------------------------------------------------
 
 
 def rows_of(run: str | Path, *roots: str | Path) -> Path:
@@ -332,7 +334,8 @@ def rows_of(run: str | Path, *roots: str | Path) -> Path:
             return found
     what = f"has no {ROWS}" if any(path.is_dir() for path in paths) else "does not exist"
     raise ValueError(
-        f"{run} {what}: give a run as `distlab runs` names it, its folder, its {ROWS} or a file of records/"
+        f"{run} {what}: give a run as `distlab runs` names it, its folder, its {ROWS} or a file of "
+        "records/"
     )
 
 

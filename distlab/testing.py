@@ -14,10 +14,11 @@
 The function must be importable (defined at the top of a module, not in a notebook), takes the
 rank's `RankContext` first, and its return value must be picklable. A script calls `run_ranks` under
 `if __name__ == "__main__":`, because rank processes import the script. Rank processes are started
-once and reused by later calls, each with a fresh process group, until a file that was imported has
-changed. A rank's exception is raised in the test with the rank's own traceback; a call that
-outlasts its deadline ends with the stacks of the ranks that hang. Ranks that raised serve the next
-call too; where one died or hangs, all are killed, and the next call starts new ones.
+once and reused by later calls, each with a fresh process group, until an imported file changes.
+
+A rank's exception is raised in the test with the rank's own traceback. A call that outlasts its
+deadline ends with the stacks of the ranks that hang. Ranks that raised also serve the next call. If
+a rank died or hangs, all are killed, and the next call starts new ones.
 """
 
 import atexit
@@ -49,8 +50,8 @@ from distlab.comm.rank_process import is_lost_peer
 if TYPE_CHECKING:
     from distlab.check import Verdict
 
-# What the processes are forked with. A process's first optimizer imports torch._dynamo, for as long
-# as torch itself.
+# Modules that the processes are forked with. A process's first optimizer imports torch._dynamo,
+# which takes as long as the import of torch.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo"]
 GRACE_S = 2.0  # after the first failure, time for the other ranks to report theirs
 MEMORY_POLL_S = 0.05  # between two looks at the memory of ranks that have a limit
@@ -83,7 +84,7 @@ class RanksFailed(RuntimeError):
         super().__init__("\n".join([f"rank {first}: {self.cause}", *sections]))
 
     def __reduce__(self) -> Any:
-        """Return how to make it again from a pickle: by default that would be from the message."""
+        """Return how to unpickle this error. Python's default would use the message alone."""
         return RanksFailed, (self.failures, self.cause, self.kind)
 
 
@@ -109,13 +110,15 @@ class _Failure:
         A rank that gave no answer can be the cause of a lost peer. It is not the cause of another
         rank's own error.
         """
-        later = (NO_ANSWER, LOST_PEER)
-        order = 1 + later.index(self.kind) if self.kind in later else 0
-        return order, self.seconds
+        if self.kind == LOST_PEER:
+            return 2, self.seconds
+        if self.kind == NO_ANSWER:
+            return 1, self.seconds
+        return 0, self.seconds
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised by `run_ranks` where it is interrupted; a notebook shows its one line."""
+    """Interruption of `run_ranks`. A notebook shows its one line."""
 
     def _render_traceback_(self) -> list[str]:  # for IPython
         return [str(self)]
@@ -158,16 +161,16 @@ def run_ranks(
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: at least one rank")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        # a rank process that imports an unguarded script; the script's own call says what to do
+        # A rank process imports an unguarded script. The script's own call says what to do.
         sys.exit(1)
     main = sys.modules["__main__"]
     if getattr(main, "__file__", None) == "<stdin>":
-        del main.__file__  # of `python -`; new processes would look for a script of that name
+        del main.__file__  # with `python -`, new processes would look for a script of that name
     if not hasattr(main, "__file__") and getattr(fn, "__module__", None) == "__main__":
         raise TypeError(
-            f"run_ranks starts new processes, and they cannot import {getattr(fn, '__name__', fn)} from a notebook or "
-            "a prompt: write it to a file (in a notebook, `%%writefile on_ranks.py` as a cell's first line), and "
-            "import it from there"
+            f"run_ranks starts new processes, and they cannot import {getattr(fn, '__name__', fn)} "
+            "from a notebook or a prompt: write it to a file (in a notebook, `%%writefile "
+            "on_ranks.py` as a cell's first line), and import it from there"
         )
     try:
         job = pickle.dumps((fn, args))
@@ -185,7 +188,7 @@ def run_ranks(
             deadline = time.monotonic() + deadline_s
             results, failures = _collect(ranks, deadline, deadline_s, memory_bytes)
     except KeyboardInterrupt:
-        shut_down()  # or what ranks still answer would be taken for the next call's
+        shut_down()  # otherwise late answers would be taken for those of the next call
         raise Interrupted(
             f"run_ranks was interrupted, and its {world_size} ranks are ended"
         ) from None
@@ -220,6 +223,7 @@ def check_gradients(
         wrap: function `wrap(module, group)` that returns a callable module, (callable module,
             finish), or (callable module, finish, make_optimizer), see `distlab.bench.wrappers`. Its
             name, or that of a strategy, is also allowed.
+        ranks: number of ranks.
         batch: number of examples per micro-batch.
         same_batch: True to give all ranks the same batches, as for ranks that share a model's
             layers or a sequence.
@@ -237,10 +241,6 @@ def check_gradients(
     __tracebackhide__ = True
     from distlab.check import on_rank
 
-    names = [
-        each if isinstance(each, str) else f"{each.__module__}:{each.__name__}"
-        for each in (model, wrap)
-    ]
     options = {
         "batch": batch,
         "same_batch": same_batch,
@@ -250,20 +250,43 @@ def check_gradients(
     }
     try:
         answers = run_ranks(
-            _answer, ranks, on_rank, *names, options, group_timeout_s=timeout_s, deadline_s=600.0
+            _answer,
+            ranks,
+            on_rank,
+            _name_of(model),
+            _name_of(wrap),
+            options,
+            group_timeout_s=timeout_s,
+            deadline_s=600.0,
         )
     except RanksFailed as failed:
-        cause = f"{failed.cause}. So nothing was compared with one process, and the model may be right or wrong"
+        cause = (
+            f"{failed.cause}. So nothing was compared with one process, and the model may be right "
+            "or wrong"
+        )
         raise RanksFailed(failed.failures, cause, failed.kind) from None
     if isinstance(answers[0], Exception):
         raise answers[0]
     return answers[0]
 
 
-def _answer(context: RankContext, work: Callable[..., Any], *args: Any) -> Any:
-    """Return the result of `work`, or the error meant for the user, without a traceback."""
+def _name_of(function: Callable[..., Any] | str) -> str:
+    """Return `package.module:function`."""
+    if isinstance(function, str):
+        return function
+    return f"{function.__module__}:{function.__name__}"
+
+
+def _answer(
+    context: RankContext,
+    on_rank: Callable[..., Any],
+    model: str,
+    wrap: str,
+    options: dict[str, Any],
+) -> Any:
+    """Return the result of `on_rank`, or the error meant for the user, without a traceback."""
     try:
-        return work(context, *args[:-1], **args[-1])
+        return on_rank(context, model, wrap, **options)
     except (ValueError, OSError) as error:
         return error
 
@@ -297,8 +320,8 @@ class _Rank:
             fate += f" ({signal.Signals(-code).name})"
         if code == -signal.SIGABRT:
             fate += (
-                ", as gloo ends a process that receives a longer message than it expects: ranks are in different "
-                "collectives, or their tensors differ in size"
+                ", as gloo ends a process that receives a longer message than it expects: ranks "
+                "are in different collectives, or their tensors differ in size"
             )
         text = "\n".join([fate, *self.stacks.read().splitlines()])
         return _Failure(text, fate, time.monotonic(), DIED)
@@ -316,7 +339,7 @@ class _Rank:
         return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
 
     def kill(self) -> None:
-        """End the process, and if it leads a process group of its own, all of that group."""
+        """Kill the process, and its process group if it leads one. Close the pipe to it."""
         with contextlib.suppress(ProcessLookupError):  # there is no such group
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
@@ -326,24 +349,24 @@ class _Rank:
 
 
 _ranks: list[_Rank] = []  # this process's rank processes, kept between calls
-# file of an imported module → when it was written, as the rank processes know it
+# File of an imported module → time at which it was written, as the rank processes know it.
 _sources: dict[str, float] = {}
 
 
 def _end_if_edited() -> None:
     """End rank processes that may have imported a file of the user's before it was edited."""
-    files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
-    now = {
-        file: os.path.getmtime(file)
-        for file in files
-        if "site-packages" not in file and os.path.isfile(file)
-    }
+    now = {}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None) or ""
+        if "site-packages" not in file and os.path.isfile(file):
+            now[file] = os.path.getmtime(file)
     if any(_sources.get(file, written) != written for file, written in now.items()):
         shut_down()
     _sources.update(now)
 
 
 def _started_ranks(world_size: int, deadline_s: float) -> list[_Rank]:
+    """Return rank processes that are ready, some of them from earlier calls."""
     __tracebackhide__ = True
     if any(not rank.process.is_alive() for rank in _ranks):
         shut_down()
@@ -358,14 +381,15 @@ def _started_ranks(world_size: int, deadline_s: float) -> list[_Rank]:
             shut_down()
             script = getattr(sys.modules["__main__"], "__file__", "the main module")
             raise RuntimeError(
-                f"the rank processes did not get past importing {script}, as each new process does: put what the "
-                'script runs, also its call of run_ranks, under `if __name__ == "__main__":`'
+                f"the rank processes did not get past importing {script}, as each new process "
+                "does: put what the script runs, also its call of run_ranks, under "
+                '`if __name__ == "__main__":`'
             ) from None
     return _ranks[:world_size]
 
 
 def shut_down() -> None:
-    """Kill the rank processes; the next `run_ranks` starts new ones."""
+    """Kill the rank processes. The next `run_ranks` starts new ones."""
     while _ranks:
         _ranks.pop().kill()
 
@@ -376,15 +400,21 @@ atexit.register(shut_down)
 def _collect(
     ranks: list[_Rank], deadline: float, allowed_s: float, memory_bytes: int | None
 ) -> tuple[dict[int, Any], dict[int, _Failure]]:
-    """Wait for every rank's answer; after a failure only for a moment more.
+    """Wait for every rank's answer. After a failure, wait only `GRACE_S` more.
 
-    A rank without one ends all of them. So does a rank that takes more than `memory_bytes`.
+    If a rank gives no answer, all ranks are ended, also if one takes more than `memory_bytes`.
+
+    Returns:
+        (rank → result, rank → failure).
     """
     results = {}
     failures = {}
     waiting = {rank.pipe: number for number, rank in enumerate(ranks)}
     lost = False
-    while waiting and (remaining := deadline - time.monotonic()) > 0:
+    while waiting:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            break
         if memory_bytes is not None:
             remaining = min(remaining, MEMORY_POLL_S)
             for pipe, number in list(waiting.items()):
@@ -421,13 +451,13 @@ def _collect(
 
 
 def _serve(pipe: Connection, path: list[str], stacks: str) -> None:
-    """The life of a rank process: one job after another, until the pipe closes."""
+    """Run one job after another in a rank process, until the pipe closes."""
     sys.path[:] = path
-    # a terminal's Ctrl-C is for the caller, who ends this process
+    # A terminal's Ctrl-C is for the caller, which ends this process.
     signal.signal(signal.SIGINT, lambda *_: None)
-    # A job may start processes, such as a DataLoader's. They are forked, a script's default, and
-    # end with this one: a fork server and what it forks would keep each other alive. The caller
-    # hears of this one's end by the pipe.
+    # A job may start processes, such as a DataLoader's. They are forked, as in a script, and end
+    # with this process. A fork server and its children would keep each other alive. The caller
+    # notices the end of this process by the pipe.
     multiprocessing.current_process().daemon = False
     multiprocessing.set_start_method("fork", force=True)
     forking = []
@@ -462,7 +492,7 @@ def _raised(error: BaseException) -> _Failure:
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
     lines = "".join(traceback.format_exception_only(error)).splitlines()
-    # a SyntaxError begins with its place
+    # A SyntaxError begins with its place.
     messages = [line for line in lines if not line.startswith(" ")]
     summary = messages[0] if messages else lines[0]
     kind = LOST_PEER if is_lost_peer(_first_of_chain(error)) else RAISED
@@ -487,15 +517,16 @@ def _end_with_caller() -> None:
 
 
 def _run_job(message: bytes) -> Any:
+    """Unpickle a job and run it in a process group of its own."""
     rank, (path, world_size, backend, device, timeout_s), job = pickle.loads(message)
     try:
         fn, args = pickle.loads(job)
     except (AttributeError, ImportError) as error:
         raise TypeError(
-            f"a rank process cannot import the function or an argument ({error}): define it at the top of a module"
+            f"a rank process cannot import the function or an argument ({error}): define it at the "
+            "top of a module"
         ) from None
-    # a job ends with a collection, which need not look through torch and all that is imported by
-    # now
+    # A job ends with a garbage collection, which need not search torch and the other imports.
     gc.freeze()
     store = dist.FileStore(path, world_size)
     with rank_context(

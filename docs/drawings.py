@@ -1,4 +1,5 @@
-"""Drawings of the learn pages, from the lab's own code and lists: `python docs/drawings.py` writes docs/images/*.svg.
+"""Drawings of the learn pages, from the lab's own code and lists: `python docs/drawings.py` writes
+docs/images/*.svg.
 
 A drawing is rows of cells: a cell begins somewhere, has a width, a text and a colour.
 """
@@ -35,13 +36,13 @@ def svg(rows: Sequence[Row]) -> str:
         top = 5 + number * HEIGHT
         parts.append(f'<text x="4" y="{top + 17}" fill="#888888">{label}</text>')
         for start, length, text, colour in cells:
-            box = f'x="{LEFT + start * scale:.1f}" y="{top}" width="{length * scale:.1f}" height="{HEIGHT - 3}"'
-            parts.append(f'<rect {box} fill="{FILLS[colour]}" stroke="#ffffff"/>')
+            place = f'x="{LEFT + start * scale:.1f}" y="{top}"'
+            size = f'width="{length * scale:.1f}" height="{HEIGHT - 3}"'
+            parts.append(f'<rect {place} {size} fill="{FILLS[colour]}" stroke="#ffffff"/>')
             middle = LEFT + (start + length / 2) * scale
             if length * scale > 6 * len(text):
-                parts.append(
-                    f'<text x="{middle:.1f}" y="{top + 17}" text-anchor="middle" fill="#111111">{text}</text>'
-                )
+                place = f'x="{middle:.1f}" y="{top + 17}"'
+                parts.append(f'<text {place} text-anchor="middle" fill="#111111">{text}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -103,7 +104,10 @@ def zigzag_rows() -> list[Row]:
 
 
 def schedule_rows() -> list[Row]:
-    """When each rank of a pipeline does what: a forward takes 1, a backward 2, each part of a split one 1."""
+    """Return the times at which each rank of a pipeline does what.
+
+    A forward takes 1, a backward 2, each part of a split backward 1.
+    """
     rows = []
     for name, backward in (("1f1b", 2.0), ("zero-bubble", 1.0)):
         took = {"F": 1.0, "B": backward, "W": 1.0}

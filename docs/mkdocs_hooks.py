@@ -1,4 +1,6 @@
-"""What mkdocs needs beyond docs/: README and the like as pages, the reference, links to sources, an offline search."""
+"""Hooks of mkdocs: pages from README and the like, the reference, links to sources, and a search
+that works offline.
+"""
 
 import os
 import posixpath
@@ -17,12 +19,14 @@ PAGES = {
 }
 # Public names: people's scripts and submissions import these.
 REFERENCE = {
-    "distlab.parallel": "ParallelModel DataParallel NaiveDDP FlatDDP OverlapDDP BucketedDDP CopyEngineDDP FSDP "
-    "LocalOptimizer ShardedOptimizer ZeroOptimizer",
+    "distlab.parallel": "ParallelModel DataParallel NaiveDDP FlatDDP OverlapDDP BucketedDDP "
+    "CopyEngineDDP FSDP LocalOptimizer ShardedOptimizer ZeroOptimizer",
     "distlab.comm": "RankContext rank_context",
     "distlab.testing": "check_gradients run_ranks",
     "distlab.experiment": "Experiment",
-    "kernels.flash_attention": "FlashAttention2 FlashAttention2PyTorch document_bounds flash_attention",
+    "kernels.flash_attention": (
+        "FlashAttention2 FlashAttention2PyTorch document_bounds flash_attention"
+    ),
     **{
         f"kernels.{name}": ""
         for name in (

@@ -1,7 +1,9 @@
-"""Every strategy in one sitting: naive, flat, overlap, bucketed DDP, ZeRO-1 and FSDP on plain torch.distributed.
+"""Naive, flat, overlap and bucketed DDP, ZeRO-1 and FSDP, in one file on plain torch.distributed.
 
-    torchrun --standalone --nproc_per_node=2 examples/strategies.py   # two ranks: NCCL on GPUs, gloo on the CPU
+    torchrun --standalone --nproc_per_node=2 examples/strategies.py   # two ranks
     python examples/strategies.py                                     # alone
+
+Ranks communicate through NCCL on GPUs, and through gloo on the CPU.
 
 Ranks read different data and step with the mean of their gradients. The six differ in when
 gradients are sent, in what messages, and in what a rank keeps. The command trains under each of
@@ -12,12 +14,16 @@ A parameter that only some ranks use is averaged with zeros of the others. Apart
 parameters are contiguous, of one dtype, on one device and all trained, and a synchronization and a
 step follow every backward. The lab adds:
 
-    model.py, ddp.py       no_sync() for micro-batches, norms over all ranks, recovery after a failed backward
-    bucketed.py            any strides and dtypes; flags inside the buckets: what no rank used is not stepped
-    copy_engine.py         GPUs' copy engines instead of NCCL's kernels; for meshes see ../comm/two_level.py
-    zero.py                parameter groups, checkpoints; parameters are gathered under the next forward
-    fsdp/, meta.py         casts, fp32 masters, units in any order, weights tied across units, recomputation
-    checks.py              refusals: unfinished or edited gradients, modules that have changed
+    model.py, ddp.py    no_sync() for micro-batches, norms over all ranks, recovery after a failed
+                        backward
+    bucketed.py         any strides and dtypes; flags inside the buckets, so that a parameter that
+                        no rank used is not stepped
+    copy_engine.py      GPUs' copy engines instead of NCCL's kernels (for meshes:
+                        ../comm/two_level.py)
+    zero.py             parameter groups, checkpoints, parameters gathered under the next forward
+    fsdp/, meta.py      casts, fp32 masters, units in any order, weights tied across units,
+                        recomputation
+    checks.py           errors for unfinished or edited gradients and for modules that have changed
 """
 
 from functools import partial
@@ -34,7 +40,10 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 def mean_of(tensor: Tensor, group: ProcessGroup) -> dict[str, Any]:
-    """Return options of a reduction to the mean: NCCL averages; gloo only sums, so `tensor` is divided before."""
+    """Return options of a reduction to the mean: NCCL averages.
+
+    Gloo only sums, so `tensor` is divided before.
+    """
     averages = dist.get_backend(group) == "nccl"
     if not averages:
         tensor.mul_(1 / group.size())
@@ -48,7 +57,10 @@ def mean_of(tensor: Tensor, group: ProcessGroup) -> dict[str, Any]:
 # == Every rank keeps the whole model
 # ==================================================================================
 class DataParallel(nn.Module):
-    """What all share: ranks start with rank 0's parameters; after finish the gradients are means over the ranks."""
+    """What all share: ranks start with rank 0's parameters.
+
+    After finish the gradients are means over the ranks.
+    """
 
     def __init__(self, module: nn.Module, group: ProcessGroup):
         super().__init__()
@@ -81,7 +93,9 @@ class NaiveDDP(DataParallel):
 
 
 class Bucket:
-    """Parameters whose gradients are one message: side by side in `buffer`, padded to a slice of equal size per rank.
+    """Parameters whose gradients are one message.
+
+    They are side by side in `buffer`, padded to a slice of equal size per rank.
 
     buffer          │ p3 │ p2               │ p1 │ p0 │ pad │
     slices          │ rank 0            │ rank 1            │
@@ -106,7 +120,10 @@ class Bucket:
         return self
 
     def pack(self) -> Tensor:
-        """Copy the gradients to their places, zeros where this rank has none; each `.grad` is a view from then on."""
+        """Copy the gradients to their places, zeros where this rank has none.
+
+        Each `.grad` is a view from then on.
+        """
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
         return self.buffer
@@ -116,7 +133,7 @@ class Bucket:
         return dist.all_reduce(self.buffer, **mean_of(self.pack(), self.group))
 
     def reduce_scatter(self, shard: nn.Parameter) -> Work:
-        """Start to average the gradients: this rank gets its slice of the mean, as the gradient of `shard`."""
+        """Start to average the gradients. The mean's slice of this rank becomes `shard.grad`."""
         shard.grad = torch.empty_like(shard)
         return reduce_scatter(shard.grad, self.buffer, **mean_of(self.pack(), self.group))
 
@@ -133,7 +150,9 @@ class FlatDDP(DataParallel):
 
 
 class OverlapDDP(NaiveDDP):
-    """One message for each parameter while backward goes on, in one order on all ranks, whichever hook fires first.
+    """One message for each parameter while backward goes on.
+
+    The order is the same on all ranks, whichever hook fires first.
 
     compute         │ forward │ backward ──────────── │    │ optimizer │
     communication   │         │    │ pn │ … │ p2 │ p1 │ p0 │           │
@@ -170,7 +189,9 @@ class OverlapDDP(NaiveDDP):
 
 
 class BucketedDDP(OverlapDDP):
-    """Few large messages while backward goes on: bandwidth instead of latency, and most of it hidden.
+    """Few large messages while backward goes on, most of which it hides.
+
+    They cost bandwidth instead of latency.
 
     compute         │ forward │ backward ───────────────── │      │ optimizer │
     communication   │         │     │ bucket 0 │ bucket 1 │ … bn │           │
@@ -187,7 +208,9 @@ class BucketedDDP(OverlapDDP):
 # == Every rank keeps a part
 # ===========================================================================================
 class ZeroOptimizer:
-    """ZeRO-1: a rank gets its slice of each bucket's mean, steps it with 1/N of the state, and gathers the others'.
+    """ZeRO-1: each rank steps a slice of every bucket with 1/N of the optimizer's state.
+
+    A rank gets its slice of each bucket's mean, steps it, and gathers the others' slices.
 
     compute         │ forward │ backward ──────────── │    │ step 1/N │                     │
     communication   │         │   reduce-scatter b0 │ … │ bn │          │ all-gather b0 … bn  │
@@ -244,7 +267,9 @@ class Unit:
 
 
 class FSDP(DataParallel):
-    """Parameters, gradients and state in slices; a unit is whole while it computes, and while the one before does.
+    """Parameters, gradients and state in slices.
+
+    A unit is whole while it computes, and while the one before does.
 
     compute         │    A    │    B    │    B'   │    A'   │      │ optimizer │
     communication   │ag A│ag B│         │ag B│ag A│rs B     │ rs A │           │

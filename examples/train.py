@@ -1,7 +1,7 @@
 """Train a small language model on the bytes of a text: the whole of a training on one page.
 
-    python examples/train.py                                         # alone; on a GPU if there is one
-    torchrun --nproc-per-node 2 examples/train.py --strategy zero1   # two ranks: NCCL on GPUs, gloo on the CPU
+    python examples/train.py                                         # alone
+    torchrun --nproc-per-node 2 examples/train.py --strategy zero1   # two ranks
 
     data ─ model ─ strategy ─ resume ─┬─ zero_grad ─ (forward ─ backward) × k ─ finish ─ clip ─ step
     ─┬─ sample
@@ -11,7 +11,7 @@
 Where the folder holds a checkpoint, training goes on from there, under any strategy and at any
 number of ranks:
 
-    python examples/train.py --strategy fsdp --steps 150             # continues what either of the two above began
+    python examples/train.py --strategy fsdp --steps 150   # continues either of the two above
 
 `distlab train` is the same loop with what long runs need: a learning-rate schedule, mixed
 precision, a check that data and options are still those of the checkpoint, and an orderly end on
@@ -59,7 +59,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def sentences(count: int = 10_000) -> bytes:
-    """Make a text that is soon learnt: five choices of five words, so no loss below 5·ln 5 nats a line, 0.23 a byte."""
+    """Make a text that is soon learnt.
+
+    A line has five choices of five words, so no loss is below 5·ln 5 nats a line, 0.23 a byte.
+    """
     draw = random.Random(0)  # every rank makes the same text
     adjectives, nouns, verbs = (words.split() for words in WORDS)
 
@@ -71,7 +74,10 @@ def sentences(count: int = 10_000) -> bytes:
 
 
 def train(options: argparse.Namespace, context: RankContext) -> dict[int, float]:
-    """Train on this rank, each rank on its share of every batch; return the printed losses by step."""
+    """Train on this rank, each rank on its share of every batch.
+
+    Return the printed losses by step.
+    """
 
     def say(text: str) -> None:
         if context.is_main:  # one voice for all ranks
@@ -109,7 +115,8 @@ def train(options: argparse.Namespace, context: RankContext) -> dict[int, float]
         checkpoints.load(stored, model, optimizer)
         first, wrote = stored.step, stored.content
         say(
-            f"from step {first}, which {wrote['world_size']} rank(s) wrote under {wrote['strategy']}"
+            f"from step {first}, which {wrote['world_size']} rank(s) wrote under "
+            f"{wrote['strategy']}"
         )
 
     losses = {}

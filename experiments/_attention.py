@@ -209,7 +209,7 @@ def suits(variant: str, shape: Shape, dtype: str) -> bool:
 
 def build(variant: str, shape: Shape, device: str) -> Attention:
     """Return the function of a variant. Compiled ones are compiled for this shape, as in use."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     if variant in BACKENDS:
         return _sdpa(variant, shape)
     if variant == "fa4":

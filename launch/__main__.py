@@ -2,20 +2,20 @@
 
 Without installing, the same is `python -m launch`.
 
-    distlab list                                  every experiment: its question, and what it needs
-    distlab run NAME [--nproc N] [options]        measure; `distlab run NAME --help` shows how
+    distlab list                                every experiment: its question, and what it needs
+    distlab run NAME [--nproc N] [options]      measure; `distlab run NAME --help` shows how
     torchrun --nproc-per-node N -m launch run NAME [options]
-    distlab show RUN… [--table STYLE]             redraw saved runs: table, pictures, page
-    distlab runs [WORD…]                          the runs there are, with what they found; links in outputs/index.html
-    distlab compare RUN RUN… [--fail-above 5%]    what changed from the first run to the last, beyond the noise
-    distlab records --machine NAME                measure the committed records again, as records/manifest.toml says
-    distlab tables [--check]                      redraw the tables of the README and the pages from records/
-    distlab train | sample [options]              train a model; continue a text by a trained one
-    distlab check MODEL [--wrap WRAPPER]          are the gradients of your parallel code those of one process?
-    distlab kernel KERNEL --as OPERATION          is your kernel right on inputs that its test does not have?
-    distlab grade FOLDER                          which invariants does a course submission keep?
-    distlab doctor                                what this machine has, and what runs on it
-    distlab --version                             the version, and the commit of a checkout
+    distlab show RUN… [--table STYLE]           redraw saved runs: table, pictures, page
+    distlab runs [WORD…]                        saved runs with their findings; outputs/index.html
+    distlab compare RUN RUN… [--fail-above 5%]  changes from the first run to the last, beyond noise
+    distlab records --machine NAME              measure the records of records/manifest.toml again
+    distlab tables [--check]                    redraw the tables of the pages from records/
+    distlab train | sample [options]            train a model; continue a text by a trained one
+    distlab check MODEL [--wrap WRAPPER]        are your parallel code's gradients right?
+    distlab kernel KERNEL --as OPERATION        is your kernel right on unusual inputs?
+    distlab grade FOLDER                        which invariants does a course submission keep?
+    distlab doctor                              what this machine has, and what runs on it
+    distlab --version                           the version, and the commit of a checkout
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def main(argv: Arguments | None = None) -> int:
         # Of a checkout alone: an installed copy may lie within somebody else's.
         words = ["git", f"--git-dir={ROOT}/.git", "rev-parse", "--short", "HEAD"]
         try:
-            commit = f" ({subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()})"
+            answer = subprocess.run(words, capture_output=True, text=True, check=True)
+            commit = f" ({answer.stdout.strip()})"
         except (OSError, subprocess.SubprocessError):
             commit = ""
         print(f"distlab {__version__}{commit}")

@@ -150,8 +150,8 @@ def _what_happened(written: str, file: Path) -> str:
         reason = ""
         if "EnforceNotMet" in written:
             reason = (
-                ", because another rank sent it a message of another size: every rank must make the same calls in the "
-                "same order, with tensors of the same sizes"
+                ", because another rank sent it a message of another size: every rank must make "
+                "the same calls in the same order, with tensors of the same sizes"
             )
         return f"{NAME}: error: {ended[0]}{reason} (all that the ranks wrote: {file})"
     if stopped:

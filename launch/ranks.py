@@ -32,7 +32,9 @@ VERDICT_FILE = "DISTLAB_VERDICT_FILE"
 COMMAND = Path(__file__).with_name("__main__.py")
 HINTS = {
     signal.SIGKILL: "; unless another process sent it, the kernel did, because memory ran out",
-    signal.SIGBUS: "; a file that it had mapped became shorter, for example the data, or shared memory ran out",
+    signal.SIGBUS: (
+        "; a file that it had mapped became shorter, for example the data, or shared memory ran out"
+    ),
 }
 RANK_BYTES = 300 * 2**20  # resident in a process that has imported torch and done nothing else
 
@@ -57,8 +59,9 @@ def start_ranks(
     free = free_bytes("cpu")
     if free is not None and ranks > max(2, free // RANK_BYTES):
         raise ValueError(
-            f"--nproc {ranks}: a rank's process takes {RANK_BYTES / 2**30:.1f} GiB before it does anything, and "
-            f"{free / 2**30:.1f} GiB are free; start at most {max(2, free // RANK_BYTES)} here"
+            f"--nproc {ranks}: a rank's process takes {RANK_BYTES / 2**30:.1f} GiB before it does "
+            f"anything, and {free / 2**30:.1f} GiB are free; start at most "
+            f"{max(2, free // RANK_BYTES)} here"
         )
     # one thread per rank, and torchrun need not warn of it
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -87,8 +90,9 @@ def start_ranks(
                 "--rdzv-endpoint=localhost:0",
                 f"--rdzv-id={uuid.uuid4()}",
             ]
-            # A fork has only the thread that forked: a lock that another thread holds stays locked in
-            # the child, which then hangs. A spawned process starts anew, which takes seconds longer.
+            # A fork has only the thread that forked: a lock that another thread holds stays locked
+            # in the child, which then hangs. A spawned process starts anew, which takes seconds
+            # longer.
             method = "fork" if threading.active_count() == 1 else "spawn"
             config, *_ = torchrun.config_from_args(
                 torchrun.parse_args([*alone, f"--start-method={method}", *command])

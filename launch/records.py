@@ -1,8 +1,10 @@
 """`distlab records`: measure the committed records again, as records/manifest.toml lists them.
 
-    distlab records --machine h200x2 --list           what there is, of which commit, and about how long each takes
-    distlab records --machine h200x2                  measure what this commit has not measured yet
-    distlab records --machine h200x2 --minutes 9      begin nothing that would end later; the same command goes on
+    distlab records --machine h200x2 --list         records, their commits, and how long each takes
+    distlab records --machine h200x2                measure what this commit has not measured yet
+    distlab records --machine h200x2 --minutes 9    begin nothing that would end later
+
+The last command, given again, goes on.
 
 A record is copied to records/EXPERIMENT/MACHINE-CASE.json when its run has ended well, those of its
 parts to records/PART/MACHINE-CASE.json; none is ever edited. A run that was cut off resumes under
@@ -102,12 +104,14 @@ def main(arguments: Sequence[str]) -> int:
     if args.list:
         for case in wanted:
             print(
-                f"{case.experiment + '/' + case.run:<48} {case.minutes:5.1f} min  {case.commit(into) or 'none'}"
+                f"{case.experiment + '/' + case.run:<48} {case.minutes:5.1f} min  "
+                f"{case.commit(into) or 'none'}"
             )
         return 0
     if now is None or now.endswith("-dirty"):
         raise ValueError(
-            f"records are of a commit, and this tree is {now or 'in none'}: commit first, or --commit SHA"
+            f"records are of a commit, and this tree is {now or 'in none'}: commit first, or "
+            "--commit SHA"
         )
     return measure([case for case in wanted if case.commit(into) != now], now, into, args.minutes)
 

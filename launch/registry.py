@@ -16,7 +16,10 @@ EXPERIMENTS = ROOT / "experiments"
 
 GPU = "GPU"
 RANKS = "ranks"
-LEGEND = "GPU: needs one, except for a small preset; ranks: runs on several GPUs, or as processes on a CPU"
+LEGEND = (
+    "GPU: needs one, except for a small preset; ranks: runs on several GPUs, or as processes on a "
+    "CPU"
+)
 
 # Heading → module under experiments/ → what it needs.
 CATALOGUE: dict[str, dict[str, str]] = {

@@ -53,7 +53,8 @@ def runs(arguments: Sequence[str]) -> int:
     if not rows:
         such = f" with {' '.join(args.words)}" if args.words else ""
         print(
-            f"no runs{such} under {out}/; `distlab run NAME` makes one, and `distlab list` shows the names"
+            f"no runs{such} under {out}/; `distlab run NAME` makes one, and `distlab list` shows "
+            "the names"
         )
         return 0
     print(as_text(rows[:MOST_RUNS], shutil.get_terminal_size((WIDTH, 24)).columns))
@@ -118,8 +119,8 @@ def judged(rows: Records, limit_pct: float) -> tuple[int, str]:
     """Return the exit code of `--fail-above` and its reason, as the option's help says."""
     more = f"worse by more than {limit_pct:g} %"
     remedy = (
-        "Measure both runs with more --steps or --rounds on a quieter machine, or compare --against a row that did "
-        "not change"
+        "Measure both runs with more --steps or --rounds on a quieter machine, or compare "
+        "--against a row that did not change"
     )
     failed, unsure = failures(rows, limit_pct), undecided(rows, limit_pct)
     moved = machine_moved(rows) is not None
@@ -142,7 +143,10 @@ def compare_parser() -> argparse.ArgumentParser:
         "runs",
         nargs="*",
         metavar="RUN",
-        help="run, as `distlab runs` names it, its folder, its records.json, or a file of records/; the baseline first",
+        help=(
+            "run, as `distlab runs` names it, its folder, its records.json, or a file of records/; "
+            "the baseline first"
+        ),
     )
     parser.add_argument(
         "--against",
@@ -154,10 +158,10 @@ def compare_parser() -> argparse.ArgumentParser:
         "--fail-above",
         type=_percent,
         metavar="5%",
-        help="exit code 1 if a row is gone, or worse by more: the lower end of its 95 %% interval is above this limit; "
-        "3 if the interval of a worse row or of a tie reaches above it, the noise is unknown, or all rows moved "
-        "together, which is the machine; else 0. Without samples of both runs the interval is the difference and its "
-        "noise to both sides",
+        help="exit code 1 if a row is gone, or worse by more: the lower end of its 95 %% interval "
+        "is above this limit; 3 if the interval of a worse row or of a tie reaches above it, the "
+        "noise is unknown, or all rows moved together, which is the machine; else 0. Without "
+        "samples of both runs the interval is the difference and its noise to both sides",
     )
     parser.add_argument("--out", default="outputs", help="folder of all results [%(default)s]")
     parser.add_argument("--json", action="store_true", help="print only the line of JSON")

@@ -2,7 +2,7 @@
 
     distlab sample outputs/train/my-tiny-bucketed                   asks for prompts, a line each
     distlab sample outputs/train/my-tiny-bucketed --prompt "Once"
-    distlab sample outputs/train/my-tiny-bucketed --export llama    the model as transformers reads it
+    distlab sample outputs/train/my-tiny-bucketed --export llama   # as transformers reads it
 
 The folder is the one that `distlab train` named when it ended.
 """
@@ -83,8 +83,8 @@ def check_export(folder: str) -> None:
     is_export = (target / "model.safetensors").exists()
     if (target / "config.json").exists() and not is_export:
         raise ValueError(
-            f"--export {folder}: its config.json is not of an export, a run's for example, and would be lost: give "
-            "another folder"
+            f"--export {folder}: its config.json is not of an export, a run's for example, and "
+            "would be lost: give another folder"
         )
 
 

@@ -1,4 +1,5 @@
-"""Hold `distlab check` against wrappers that are known to be wrong or right, in three dtypes, at several ranks.
+"""Hold `distlab check` against wrappers that are known to be wrong or right, in three dtypes, at
+several ranks.
 
     python -m tests.check_matrix --ranks 2 3 8 --dtypes fp32 bf16 fp16
 
@@ -31,13 +32,15 @@ from distlab.testing import run_ranks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# -- models ------------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 
 def classified(
     module: nn.Module, dtype: torch.dtype, shape: tuple[int, ...] = (6,)
 ) -> tuple[Any, ...]:
-    """Return a factory's three parts for a module that tells five classes of inputs of this shape apart."""
+    """Return a factory's three parts for a module that tells five classes of inputs of this shape
+    apart.
+    """
 
     def batch(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         inputs = torch.randn(size, *shape, generator=generator)
@@ -196,7 +199,7 @@ def counted(dtype: torch.dtype) -> tuple[Any, ...]:
     return Counted().to(dtype), batch, loss
 
 
-# -- wrappers ----------------------------------------------------------------------------------------------
+# -- wrappers --------------------------------------------------------------------------------------
 
 
 def broadcast(module: nn.Module, group: Any) -> None:
@@ -773,7 +776,7 @@ def roots_added(squares: Tensor, group: Any) -> Tensor:
     return summed_over(group, squares.sqrt())
 
 
-# -- cases -------------------------------------------------------------------------------------------------
+# -- cases -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def environment() -> dict[str, str]:
-    """This process's environment with the checkout importable, and without the marks of an outer torchrun."""
+    """Return this process's environment with the checkout importable, without torchrun's names."""
     outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     inherited = {key: value for key, value in os.environ.items() if key not in outer}
     return inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -29,10 +29,13 @@ def environment() -> dict[str, str]:
 def python(
     *arguments: str | os.PathLike, timeout: float = 120, cwd: Path = ROOT, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """`python arguments…`, in the repository's root, which is importable; raises if it outlasts `timeout` seconds.
+    """Run `python arguments…` and return its exit code and output.
 
-    There it is `forked`; elsewhere, or of code (`-c`), it is a new interpreter, which may have
-    other variables.
+    In the repository's root the process is `forked`. In another folder, or for code (`-c`), it is a
+    new interpreter, with `variables` added to its environment.
+
+    Raises:
+        subprocess.TimeoutExpired: it ran longer than `timeout` seconds.
     """
     command = [*map(str, arguments)]
     if cwd != ROOT or command[0] == "-c":
@@ -46,25 +49,26 @@ def python(
             env=environment() | {"PYTHONPATH": str(cwd)} | variables,
         )
     with tempfile.TemporaryDirectory() as folder:
-        files = Path(folder, "stdout"), Path(folder, "stderr")
-        process = forked(command, *files)
+        stdout = Path(folder, "stdout")
+        stderr = Path(folder, "stderr")
+        process = forked(command, stdout, stderr)
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
             raise subprocess.TimeoutExpired(
-                command, timeout, *(file.read_bytes() for file in files)
+                command, timeout, stdout.read_bytes(), stderr.read_bytes()
             )
         return subprocess.CompletedProcess(
-            command, process.exitcode, *(file.read_text() for file in files)
+            command, process.exitcode, stdout.read_text(), stderr.read_text()
         )
 
 
 def be_python(command: Sequence[str]) -> None:
-    """Be `python COMMAND…`."""
-    module = command[0] == "-m"
-    sys.argv = [*command[module:]]
+    """Run `python COMMAND…` in this process."""
+    is_module = command[0] == "-m"
+    sys.argv = list(command[1:] if is_module else command)
     sys.path[0] = str(ROOT)
-    if module:
+    if is_module:
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(command[0], run_name="__main__")
@@ -76,9 +80,15 @@ def forked(
     stderr: Path,
     be: Callable[[Sequence[str]], None] = be_python,
 ) -> multiprocessing.Process:
-    """A process, in the repository's root, that is `be(command)`, its output in files (which may be one).
+    """Start a process in the repository's root that calls `be(command)`.
 
-    It is forked from what forks the ranks of tests, which has imported torch.
+    It is forked from the server that forks the ranks of tests, which has imported torch.
+
+    Args:
+        command: arguments of python.
+        stdout: file for its output.
+        stderr: file for its errors, which may be the same.
+        be: function that the process calls.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -104,21 +114,25 @@ def _be(
 
 
 def children(pid: int) -> list[int]:
-    """The process ids of a process's children, oldest first."""
-    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+    """Return the process ids of a process's children, oldest first."""
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in listed.split()]
 
 
 def on_terminal(command: Sequence[str], stdout: Path) -> tuple[multiprocessing.Process, TextIO]:
-    """A command in the background whose stderr is a terminal, which shows what is done now; that terminal's lines.
+    """Start a command in the background whose stderr is a terminal, where it shows its progress.
 
-    It is `forked`, its output in a file.
+    It is `forked`, and its output goes into a file.
+
+    Returns:
+        The process, and the text of the terminal.
     """
     ours, its = pty.openpty()
     opened, open_now = multiprocessing.Pipe(duplex=False)
     process = forked(command, stdout, Path(os.ttyname(its)), partial(_say_and_be, open_now))
     open_now.close()
     opened.recv_bytes()
-    os.close(its)  # the command has opened it: its lines end with the last process that has it
+    os.close(its)  # the command has opened it, and the text ends with the last such process
     return process, open(ours, encoding="utf-8", newline=None)
 
 
@@ -129,7 +143,10 @@ def _say_and_be(stderr_is_open: Connection, command: Sequence[str]) -> None:
 
 
 def shown(terminal: Iterable[str]) -> Iterator[str]:
-    """The lines of a terminal, until nobody writes there any more; one that is rewritten comes when the next does."""
+    """Yield the lines of a terminal, until no process writes there any more.
+
+    A line that is rewritten comes when the next does.
+    """
     with contextlib.suppress(OSError):  # Linux: the other end is closed
         for line in terminal:
             yield line.removesuffix("\n").removeprefix("\x1b[K")

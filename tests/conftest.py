@@ -1,4 +1,6 @@
-"""Shared set-up: one thread per process, markers that skip with a reason, hypothesis without a clock."""
+"""Shared set-up: one thread per process, markers that skip with a reason, hypothesis without a
+clock.
+"""
 
 import contextlib
 import json
@@ -12,11 +14,11 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# rank processes import the same modules again and again
+# Rank processes import the same modules again and again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# as in a shell's background job; commands that we start would
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # inherit that, and tests send them Ctrl-C
+    # As in a shell's background job. Commands that we start would inherit it, and tests send them
+    # Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
@@ -61,20 +63,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs more GPUs than there are; the last line counts them."""
+    """Leave out tests that need more GPUs than there are. The last line counts them."""
     gpus = torch.cuda.device_count()
 
     def needs(item: pytest.Item) -> int:
-        return 2 if "multigpu" in item.keywords else 1 if "gpu" in item.keywords else 0
+        """Return the number of GPUs that a test needs."""
+        if "multigpu" in item.keywords:
+            return 2
+        return 1 if "gpu" in item.keywords else 0
 
     config.hook.pytest_deselected(items=[item for item in items if needs(item) > gpus])
     items[:] = [item for item in items if needs(item) <= gpus]
 
 
-# -- the last line: what the tests and all processes that they started have cost -------------------------------
+# -- the last line: what the tests and all processes that they started have cost -------------------
 
-TOOK_S: dict[str, float] = defaultdict(float)  # by test function, all its cases
-CPU_S_OF_WORKERS: list[float] = []  # of the processes that tests started on each of xdist's workers
+TOOK_S: dict[str, float] = defaultdict(float)  # test function → seconds of all its cases
+# For each of xdist's workers, CPU seconds of the processes that its tests started.
+CPU_S_OF_WORKERS: list[float] = []
 
 
 def cpu_seconds(who: int) -> float:
@@ -87,24 +93,30 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def renewed(costs: dict[str, float], took_s: dict[str, float]) -> dict[str, float]:
-    """What test functions take now; a figure that was right within a half, or a quarter of a second, stays."""
-    stays = {name: costs.get(name, 0.0) for name in took_s}
-    changed = {
-        name: round(s, 1) for name, s in took_s.items() if abs(s - stays[name]) > max(0.25, s / 2)
-    }
-    return {name: s for name, s in sorted((stays | changed).items()) if s}
+    """Return test function → seconds, without those that take no time.
+
+    A figure that was right within a half, or within a quarter of a second, stays.
+    """
+    found = {}
+    for name, seconds in sorted(took_s.items()):
+        known = costs.get(name, 0.0)
+        is_wrong = abs(seconds - known) > max(0.25, seconds / 2)
+        cost = round(seconds, 1) if is_wrong else known
+        if cost:
+            found[name] = cost
+    return found
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if (costs := session.config.getoption("--costs")) and not hasattr(
-        session.config, "workeroutput"
-    ):
+    costs = session.config.getoption("--costs")
+    is_worker = hasattr(session.config, "workeroutput")
+    if costs and not is_worker:
         before = json.loads(costs.read_text(encoding="utf-8")) if costs.exists() else {}
         costs.write_text(json.dumps(renewed(before, TOOK_S), indent=0) + "\n", encoding="utf-8")
     shut_down()
-    # a process counts when it has ended: the ranks' times are the fork server's
+    # A process counts when it has ended. The ranks' times are counted with the fork server's.
     forkserver._forkserver._stop()
-    if hasattr(session.config, "workeroutput"):
+    if is_worker:
         session.config.workeroutput["cpu_s"] = cpu_seconds(resource.RUSAGE_CHILDREN)
 
 
@@ -115,7 +127,8 @@ def pytest_testnodedown(node) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     children = cpu_seconds(resource.RUSAGE_CHILDREN)
-    total, started = cpu_seconds(resource.RUSAGE_SELF) + children, sum(CPU_S_OF_WORKERS) or children
+    total = cpu_seconds(resource.RUSAGE_SELF) + children
+    started = sum(CPU_S_OF_WORKERS) or children
     terminalreporter.write_line(
         f"{total:.0f} CPU seconds, {started:.0f} of them in processes that tests started"
     )
@@ -123,29 +136,31 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def context():
-    """The context of a rank, for a test that is marked `ranks(N)`."""
+    """Return nothing: a test that is marked `ranks(N)` gets the context of its rank."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is marked `ranks(N)` on so many ranks, or on its `world_size`; its `backend` is theirs, too."""
-    if mark := pyfuncitem.get_closest_marker("ranks"):
-        given = {
-            name: pyfuncitem.funcargs[name]
-            for name in pyfuncitem._fixtureinfo.argnames
-            if name != "context"
-        }
-        ranks = mark.args or [given["world_size"]]
-        run_ranks(
-            partial(pyfuncitem.function, **given), *ranks, backend=given.get("backend", "gloo")
-        )
-        return True
-    return None
+    """Run a test that is marked `ranks(N)` on N ranks, by default on its `world_size`.
+
+    The ranks use the test's `backend`.
+    """
+    mark = pyfuncitem.get_closest_marker("ranks")
+    if mark is None:
+        return None
+    given = {}
+    for name in pyfuncitem._fixtureinfo.argnames:
+        if name != "context":
+            given[name] = pyfuncitem.funcargs[name]
+    ranks = mark.args[0] if mark.args else given["world_size"]
+    test = partial(pyfuncitem.function, **given)
+    run_ranks(test, ranks, backend=given.get("backend", "gloo"))
+    return True
 
 
 @pytest.fixture
 def one_rank(tmp_path):
-    """The context of the only rank of a world of one, in this process."""
+    """Yield the context of the only rank of a world of one, in this process."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     with rank_context(backend="gloo", store=store, rank=0, world_size=1) as context:
         yield context

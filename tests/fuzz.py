@@ -1,6 +1,6 @@
 """Random models and regimes, every strategy held against one process.
 
-    python -m tests.fuzz --seeds 2000 --ranks 2 3 --strategies all      # some minutes; 1 at a difference
+    python -m tests.fuzz --seeds 2000 --ranks 2 3 --strategies all   # exit code 1 at a difference
     python -m tests.fuzz --first 17 --seeds 1 --strategies zero1 --ranks 2      # one of them again
     python -m tests.fuzz --case "Case(body=(Part(),))" --strategies zero1 --ranks 2
 
@@ -81,7 +81,7 @@ MOST_FAILURES = 5  # after which the command ends
 LOST = re.compile("[Tt]imeout|Timed out|Connection closed")
 
 
-# -- what a case is ----------------------------------------------------------------------------------------
+# -- what a case is --------------------------------------------------------------------------------
 
 
 def _short_repr(self: Any) -> str:
@@ -206,11 +206,14 @@ def parts_of(parts: Sequence[Part]) -> Iterator[Part]:
         yield from parts_of(part.inside)
 
 
-# -- the model that a case describes -----------------------------------------------------------------------
+# -- the model that a case describes ---------------------------------------------------------------
 
 
 class Moment:
-    """What modules know besides their input: the number that branches go by, and where backward is to raise."""
+    """Facts that modules know in addition to their input.
+
+    They are the number that branches depend on, and the place where backward raises.
+    """
 
     number = 0
     raises_at = ""
@@ -229,7 +232,9 @@ class Found:
 
 
 class Matrix(nn.Module):
-    """A parameter of its own, read by itself: a scalar, three dimensions, transposed, or with holes between rows."""
+    """A parameter of its own, read by itself: a scalar, three dimensions, transposed, or with holes
+    between rows.
+    """
 
     def __init__(self, form: str, width: int):
         super().__init__()
@@ -393,7 +398,7 @@ class Plain:
 
 
 def packed(form: str, x: Tensor) -> Any:
-    """What a module may return instead of a tensor."""
+    """Return a structure that a module may return instead of a tensor."""
     if form == "dict":
         return {"hidden": x, "other": [{"deep": (torch.tanh(x), 3)}], "name": "hidden"}
     if form == "dataclass":
@@ -568,7 +573,7 @@ def loss_of(
     return torch.stack(losses).sum()
 
 
-# -- training it -------------------------------------------------------------------------------------------
+# -- training it -----------------------------------------------------------------------------------
 
 # eps is large so that AdamW's update is a smooth function of the gradient: no rounding becomes a
 # step of ±lr.
@@ -582,8 +587,9 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 
 
 def grouped(regime: Regime, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """Trainable parameters as an optimizer takes them: "one" group, "dim" (weight decay for matrices alone, by
-    `p.dim()`, as everybody writes it) or "halves", of which the second learns at half the rate."""
+    """Trainable parameters as an optimizer takes them: "one" group, "dim" (weight decay for
+    matrices alone, by `p.dim()`, as everybody writes it) or "halves", of which the second learns at
+    half the rate."""
     if regime.groups == "dim":
         groups = [
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.3},
@@ -599,7 +605,7 @@ def grouped(regime: Regime, parameters: Sequence[nn.Parameter]) -> list[dict[str
 
 @dataclass
 class Trace:
-    """What a training shows.
+    """Observations of a training.
 
     Attributes:
         losses: of every forward of this rank, in order.
@@ -708,7 +714,7 @@ class OneProcess:
         self.end()
 
     def losses(self, rank: int, step: int, number: int) -> list[Tensor]:
-        """Of the forwards that one backward takes together."""
+        """Return the losses of the forwards that one backward takes together."""
         numbers = range(number, number + self.case.regime.forwards)
         moment = self.modules[rank].moment
         return [loss_of(self.models[rank], moment, self.case, rank, step, each) for each in numbers]
@@ -854,7 +860,7 @@ class OnRanks(OneProcess):
         self.memory = {name: parameter.data for name, parameter in self.first.named_parameters()}
 
     def state_of(self, model: nn.Module) -> dict[str, Tensor]:
-        """Of sharded parameters the whole; buffers are this rank's, as in one process."""
+        """Return whole parameters, and this rank's buffers, as in one process."""
         if not isinstance(model, FSDP):
             return super().state_of(model)
         state = model.full_state_dict()
@@ -904,7 +910,7 @@ class OnRanks(OneProcess):
         return full
 
 
-# -- collectives that arrive late --------------------------------------------------------------------------
+# -- collectives that arrive late ------------------------------------------------------------------
 
 
 class Late:
@@ -935,14 +941,14 @@ class Late:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Of a contiguous tensor; a NaN equals itself."""
+    """Return the bytes of a contiguous tensor, in which a NaN equals itself."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 @contextmanager
 def late_arrivals(*names: str) -> Iterator[None]:
-    """Inside, nobody sees what collectives of these names bring before having waited for it, and what is being sent
-    must not change.
+    """Inside, nobody sees what collectives of these names bring before having waited for it, and
+    what is being sent must not change.
 
     Usually a small message has arrived long before anybody looks, and a wait that is missing goes
     unnoticed.
@@ -964,11 +970,11 @@ def late_arrivals(*names: str) -> Iterator[None]:
         yield
 
 
-# -- what is compared --------------------------------------------------------------------------------------
+# -- what is compared ------------------------------------------------------------------------------
 
 
 def has(case: Case, kind: str, *forms: str) -> bool:
-    """Whether there is a part of this kind, and of one of these forms if any are given."""
+    """Return True if there is a part of this kind, in one of these forms if any are given."""
     return any(p.kind == kind and (not forms or p.form in forms) for p in parts_of(case.body))
 
 
@@ -994,7 +1000,7 @@ def values_of(trace: Trace) -> dict[str, Tensor]:
 
 
 def differences(mine: Trace, expected: Trace, allowed: float) -> Iterator[str]:
-    """What is not as in one process, one line each; of gradients those that both have."""
+    """Yield a line for each difference from one process, of gradients that both have."""
     for step, (a, b) in enumerate(zip(mine.present, expected.present, strict=True)):
         if a != b:
             only = f"{sorted(a - b)} have, {sorted(b - a)} lack"
@@ -1006,16 +1012,20 @@ def differences(mine: Trace, expected: Trace, allowed: float) -> Iterator[str]:
         a = found[what]
         if a.shape != b.shape or a.dtype != b.dtype:
             yield f"{what} is {a.dtype} {tuple(a.shape)}, should be {b.dtype} {tuple(b.shape)}"
-        elif not (apart := ((a - b).abs() / b.abs().clamp(min=1)).max().item()) <= allowed:
+            continue
+        apart = ((a - b).abs() / b.abs().clamp(min=1)).max().item()
+        if not apart <= allowed:  # also where it is NaN
             yield f"{what} differs by {apart:.2e}; allowed {allowed:.0e}"
 
 
-# -- what a strategy refuses or leaves out -----------------------------------------------------------------
+# -- what a strategy refuses or leaves out ---------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A documented refusal: which strategies, of which cases, in which words (a regular expression)."""
+    """A documented refusal: which strategies, of which cases, in which words (a regular
+    expression).
+    """
 
     strategies: tuple[str, ...]
     words: str
@@ -1062,7 +1072,7 @@ REFUSALS = (
 
 
 def is_refusal(case: Case, strategy: str, text: str) -> bool:
-    """Whether an error is one that the strategy documents for what this case has."""
+    """Return True if the strategy documents this error for a case like this."""
     return any(
         strategy in refusal.strategies and refusal.of(case) and re.search(refusal.words, text)
         for refusal in REFUSALS
@@ -1083,15 +1093,15 @@ def as_allowed(case: Case, strategy: str) -> Case:
 
 
 def _reads_outside_units(case: Case) -> bool:
-    """Whether `as_allowed` has left something that FSDP refuses."""
+    """Return True if `as_allowed` has left something that FSDP refuses."""
     return case.head == "read" or case.body != tuple(
         _inside_units(p, False, below_list=False) for p in case.body
     )
 
 
 def _inside_units(part: Part, read_elsewhere: bool, *, below_list: bool) -> Part:
-    """FSDP gathers a child of an `nn.ModuleList`, or a module that owns a matrix: a weight must be read there, and
-    ranks must run the same of them."""
+    """FSDP gathers a child of an `nn.ModuleList`, or a module that owns a matrix: a weight must be
+    read there, and ranks must run the same of them."""
     below = below_list or (part.kind == "list" and part.form != "dict") or part.kind == "answer"
     inside = tuple(_inside_units(each, read_elsewhere, below_list=below) for each in part.inside)
     form = part.form
@@ -1102,7 +1112,7 @@ def _inside_units(part: Part, read_elsewhere: bool, *, below_list: bool) -> Part
     return replace(part, inside=inside, form=form)
 
 
-# -- cases from seeds --------------------------------------------------------------------------------------
+# -- cases from seeds ------------------------------------------------------------------------------
 
 
 def generate(seed: int) -> Case:
@@ -1184,19 +1194,21 @@ def _regime(chance: random.Random) -> Regime:
     )
 
 
-# -- examining on ranks ------------------------------------------------------------------------------------
+# -- examining on ranks ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a case ended: "same", "refused", "invalid", "unstable", "differs" or "raises", and why."""
+    """How a case ended: "same", "refused", "invalid", "unstable", "differs" or "raises",
+    and why.
+    """
 
     outcome: str
     text: str = ""
 
     @property
     def failed(self) -> bool:
-        """Whether this is not as it should be."""
+        """True if this is not as it should be."""
         return self.outcome in ("differs", "raises", "hangs or dies")
 
 
@@ -1214,8 +1226,8 @@ COLLECTIVES = ("all_reduce_mean", "broadcast", "reduce_scatter_mean", "all_gathe
 def examine(
     context: RankContext, jobs: Sequence[Job], journal: str, until_failure: bool = False
 ) -> list[Verdict]:
-    """Every job's verdict, the same on all ranks; fewer than jobs if ranks fell out of step, or one failed where
-    nothing more is wanted. Rank 0 notes in the file `journal` which job it is at."""
+    """Every job's verdict, the same on all ranks; fewer than jobs if ranks fell out of step, or one
+    failed where nothing more is wanted. Rank 0 notes in the file `journal` which job it is at."""
     # verdicts must not meet what a failed case left in the other one
     own_group = torch.distributed.new_group()
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
@@ -1309,7 +1321,10 @@ NUDGE = 1e-14  # of each parameter; as much as sums in another order are off by
 def moved_by_a_nudge(
     case: Case, context: RankContext, zeros: tuple[frozenset[str], ...], expected: Trace
 ) -> set[str]:
-    """What differs by more than strategies may where one process begins elsewhere by NUDGE; values alone can."""
+    """Return differences that are too large already when one process begins elsewhere by NUDGE.
+
+    Only values can differ so.
+    """
     nudged = OneProcess(case, context.world_size, context.rank, zeros)
     with torch.no_grad():
         for module in nudged.modules.values():
@@ -1327,7 +1342,7 @@ def _where(difference: str) -> str:
 def _trained_alone(
     case: Case, world_size: int, rank: int, zeros: tuple[frozenset[str], ...] = ()
 ) -> Trace | Invalid:
-    """What one process shows, see `OneProcess`; or why it cannot train this."""
+    """Return the observations of `OneProcess`, or why one process cannot train this."""
     try:
         reference = OneProcess(case, world_size, rank, zeros)
         reference.train()
@@ -1344,7 +1359,9 @@ def _trained_alone(
 
 
 def _zeros(mine: Trace, expected: Trace) -> tuple[frozenset[str], ...]:
-    """FSDP gives a matrix that no rank used a gradient of zero, if its unit ran: their names, step by step."""
+    """FSDP gives a matrix that no rank used a gradient of zero, if its unit ran: their names, step
+    by step.
+    """
     matrices = {name for name, value in mine.parameters.items() if value.dim() >= 2}
     return tuple(
         frozenset(a - b) & matrices for a, b in zip(mine.present, expected.present, strict=True)
@@ -1387,7 +1404,7 @@ def run_jobs(
         left = left[len(verdicts) :]
 
 
-# -- the command -------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 def jobs_of(cases: Iterable[Case], strategies: Sequence[str]) -> list[Job]:

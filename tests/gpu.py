@@ -1,7 +1,7 @@
-"""Run every test that this machine's GPUs can show something by: `python3 -m tests.gpu`, which needs no installation.
+"""Run every test that needs a GPU, on all GPUs of this machine: `python3 -m tests.gpu`.
 
-Arguments are options of pytest, such as `-k overlap`. What times a GPU or looks at its memory has
-it for itself, after the others.
+It needs no installation. Arguments are options of pytest, such as `-k overlap`. Tests that time a
+GPU or measure its memory have it for themselves, after the others.
 """
 
 import os
@@ -31,7 +31,7 @@ ALONE = [
     *LARGE,
 ]
 HOPPER = "tests/kernels/test_hopper_attention_gpu.py"
-# As many processes as 80 GB have room for.
+# 12 processes fit into 80 GB.
 SHARING = [
     "-m",
     "gpu and not multigpu",
@@ -41,12 +41,12 @@ SHARING = [
 ]
 SEVERAL = ["-m", "multigpu", "-n", f"{min(6, os.cpu_count())}"]  # each has up to eight ranks
 NOTHING_SELECTED = 5
-# where a test is after so many seconds: a kernel that waits for ever
+# Print the stacks after 90 s, for kernels that never end.
 STUCK = ["-o", "faulthandler_timeout=90"]
 
 
 def lanes(gpus: int) -> list[list[list[str]]]:
-    """For each GPU the arguments of pytest's runs on it, one after the other."""
+    """Return for each GPU the arguments of pytest's runs on it, one after the other."""
     alone = ["-m", "gpu and not multigpu", *ALONE]
     if gpus == 1:
         return [[SHARING, alone]]
@@ -62,9 +62,8 @@ def run(arguments: list[str], gpu: int) -> tuple[int, Counter[str]]:
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if arguments[: len(SEVERAL)] != SEVERAL:
-        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2").split(
-            ","
-        )[gpu]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2").split(",")
+        environment["CUDA_VISIBLE_DEVICES"] = visible[gpu]
     with tempfile.TemporaryDirectory(prefix="distlab-") as folder:
         report = Path(folder) / "report.xml"
         options = [
@@ -80,9 +79,10 @@ def run(arguments: list[str], gpu: int) -> tuple[int, Counter[str]]:
         command = [sys.executable, "-m", "pytest", *options]
         code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
         counts = ElementTree.parse(report).getroot()[0].attrib if report.exists() else {"errors": 1}
-    return code, Counter(
-        {name: int(counts.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
-    )
+    outcomes = Counter()
+    for name in ("tests", "failures", "errors", "skipped"):
+        outcomes[name] = int(counts.get(name, 0))
+    return code, outcomes
 
 
 def main(options: list[str]) -> int:
@@ -90,25 +90,27 @@ def main(options: list[str]) -> int:
     if not gpus:
         print("no tests ran: they need an NVIDIA GPU, and torch finds none here")
         return 2
-    begin, total, codes = time.monotonic(), Counter(), set()
+    begin = time.monotonic()
     planned = lanes(gpus)
+
+    def run_lane(gpu: int) -> list[tuple[int, Counter[str]]]:
+        return [run([*arguments, *options], gpu) for arguments in planned[gpu]]
+
+    total = Counter()
+    codes = set()
     with ThreadPoolExecutor(len(planned)) as pool:
-        ran = pool.map(
-            lambda gpu, lane: [run([*each, *options], gpu) for each in lane],
-            range(len(planned)),
-            planned,
-        )
-        results = [result for lane in ran for result in lane]
-    for code, counts in results:
-        codes.add(code)
-        total += counts
+        for results in pool.map(run_lane, range(len(planned))):
+            for code, counts in results:
+                codes.add(code)
+                total += counts
     failed = total["failures"] + total["errors"]
     devices = Counter(torch.cuda.get_device_name(gpu) for gpu in range(gpus))
     print(
         ", ".join(f"{count} × {name}" for name, count in devices.items()),
         f"commit {commit('unknown')}",
         f"torch {torch.__version__}",
-        f"{total['tests'] - failed - total['skipped']} passed, {failed} failed, {total['skipped']} skipped",
+        f"{total['tests'] - failed - total['skipped']} passed, {failed} failed, {total['skipped']} "
+        "skipped",
         f"{time.monotonic() - begin:.0f} s",
         sep="; ",
     )

@@ -6,8 +6,9 @@ from triton.runtime import interpreter
 
 
 def patch_once_per_launch() -> None:
-    """The interpreter exchanges the language's functions for its own at each call of a device function, though they
-    stay exchanged until the launch ends; looking for them takes longer than most of the calls.
+    """The interpreter exchanges the language's functions for its own at each call of a device
+    function, though they stay exchanged until the launch ends; looking for them takes longer than
+    most of the calls.
     """
     exchange, scope = interpreter._patch_lang, interpreter._LangPatchScope
     restore, done = scope.restore, set()

@@ -1,15 +1,15 @@
-"""Kill training runs by SIGKILL at random moments, start them again, and compare every loss with an undisturbed run.
+"""Kill training runs at random moments, restart them, and compare every loss with one whole run.
 
     python -m tests.kill_runs --moments 50
 
-Each start draws a strategy and one to four ranks; every loss must lie within 1e-5. (That one
-strategy on two ranks repeats every bit is asserted by tests/launch/test_train.py.) The victim is
-the launcher, one rank, or all at once; the moment lies in the start (imports, rendezvous, reading
-of the checkpoint) or some steps later, at any point of a step or of a checkpoint. Ranks whose
-launcher was killed must be gone within two seconds, or, if they had not finished their imports,
-without having trained.
+Each start draws a strategy and one to four ranks. Every loss must agree within 1e-5.
+(tests/launch/test_train.py checks that one strategy on two ranks repeats every bit.) SIGKILL hits
+the launcher, one rank, or all at once. It comes at the start (imports, rendezvous, reading of the
+checkpoint) or some steps later, at any point of a step or of a checkpoint. Ranks whose launcher was
+killed must be gone within two seconds. Ranks that had not finished their imports may take longer,
+but must not train.
 
-Takes five to fifteen seconds per moment, so it is no part of the suite.
+It takes 5 to 15 seconds per moment, so it is not a part of the suite.
 """
 
 import argparse
@@ -43,8 +43,8 @@ STRATEGIES = (
 )
 STEPS = 40
 OPTIONS = (
-    "--backend=gloo --context=8 --vocab=31 --batch=12 --checkpoint-every=3 --lr=1e-4 --clip=0 --timeout=30 --name=run "
-    f"--bucket-size-mb=0.05 --validate-sequences=4 --steps={STEPS}"
+    "--backend=gloo --context=8 --vocab=31 --batch=12 --checkpoint-every=3 --lr=1e-4 --clip=0 "
+    f"--timeout=30 --name=run --bucket-size-mb=0.05 --validate-sequences=4 --steps={STEPS}"
 ).split()
 TOLERANCE = 1e-5  # nats; other groupings of the same sums, through forty AdamW steps of 1e-4
 START_S = 6.0  # moments of the start lie within these seconds
@@ -70,7 +70,11 @@ class Series:
         return [sys.executable, "launch/train.py", *options, f"--out={folder}", *OPTIONS]
 
     def run(self, moments: int) -> None:
-        """Kill at so many moments; raises Failed at the first run that is not as it should be."""
+        """Kill runs at this number of moments.
+
+        Raises:
+            Failed: a run was not as it should be.
+        """
         undisturbed = self.out / "undisturbed"
         self.complete(self.command(undisturbed))
         number = 0
@@ -82,7 +86,7 @@ class Series:
             self.finish(folder, losses(undisturbed))
 
     def is_killed_too_late(self, folder: Path) -> bool:
-        """Start the run and kill it; True if it was complete before."""
+        """Start the run and kill it. Return True if it was complete before."""
         before = max(losses(folder), default=0)
         begin = time.monotonic()
         with open(self.out / "stderr", "w") as log:
@@ -192,7 +196,8 @@ def main() -> int:
             return 1
     kills = ", ".join(f"{count} × {what}" for what, count in sorted(series.kills.items()))
     print(
-        f"{moments} kills ({kills}), largest |Δloss| {series.worst:.1e}, {time.monotonic() - begin:.0f} s"
+        f"{moments} kills ({kills}), largest |Δloss| {series.worst:.1e}, "
+        f"{time.monotonic() - begin:.0f} s"
     )
     return 0
 

@@ -1,6 +1,6 @@
 """Insert known faults one at a time, and report which of them the tests do not notice.
 
-    python -m tests.mutations --workers 4          # all of them, four at a time; exits with 1 if one survives
+    python -m tests.mutations --workers 4   # all, four at a time; exit code 1 if one survives
     python -m tests.mutations --list
     python -m tests.mutations --category buckets resume
     python -m tests.mutations --only "Overlap sends in hook order"
@@ -62,7 +62,8 @@ class Mutation:
         """
         path = root / self.file
         text = path.read_text(encoding="utf-8")
-        if (count := text.count(self.find)) != 1:
+        count = text.count(self.find)
+        if count != 1:
             raise ValueError(
                 f"{self.name}: {self.file} has its text {count} times, not once: {self.find!r}"
             )
@@ -72,15 +73,17 @@ class Mutation:
 def read_list(path: Path) -> tuple[Mutation, ...]:
     """Read a list of mutations from a TOML file, with one table per mutation."""
     found = tomllib.loads(path.read_text(encoding="utf-8"))["mutation"]
-    return tuple(
-        Mutation(**entry | {"tests": tuple(shlex.split(entry["tests"]))}) for entry in found
-    )
+    mutations = []
+    for entry in found:
+        tests = tuple(shlex.split(entry["tests"]))
+        mutations.append(Mutation(**entry | {"tests": tests}))
+    return tuple(mutations)
 
 
 MUTATIONS = read_list(ROOT / "tests" / "mutations.toml")
 
 
-# -- the command -------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 def copy_tree(target: Path) -> None:
@@ -140,7 +143,8 @@ def examine(mutation: Mutation, root: Path, tests: Sequence[str]) -> Result:
     seconds = time.monotonic() - begin
     if done.returncode not in (0, 1):
         raise RuntimeError(
-            f"{mutation.name}: pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr}"
+            f"{mutation.name}: pytest ended with "
+            f"{done.returncode}:\n{done.stdout[-2000:]}{done.stderr}"
         )
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
     return Result(done.returncode == 1, failed[1] if failed else "", seconds)

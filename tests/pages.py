@@ -1,4 +1,4 @@
-"""The pages of this repository, and the shell commands that stand on them."""
+"""The pages of this repository, and the shell commands in them."""
 
 import re
 from dataclasses import dataclass
@@ -28,19 +28,22 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-DRAWN = re.compile("[│┌└─↑↓]")  # a drawing, in a fence that names no language either
+DRAWN = re.compile("[│┌└─↑↓]")  # signs of a drawing, whose fence also names no language
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command as a page gives it: one line, comments and continuations resolved."""
+    """Command of a page, as one line without comments."""
 
     page: str
     text: str
 
 
 def commands_of(page: Path) -> list[Command]:
-    """Every command in fenced blocks of shell, in indented blocks and between single backticks, in page order."""
+    """Return every command of a page, in its order.
+
+    Commands are in fenced blocks of shell, in indented blocks and between single backticks.
+    """
     name = str(page.relative_to(ROOT))
     text = page.read_text(encoding="utf-8")
     found: list[tuple[int, str]] = []
@@ -61,12 +64,16 @@ def commands_of(page: Path) -> list[Command]:
 
 
 def fenced_lines(page: Path) -> list[str]:
-    """Every line of a page's fenced blocks of shell, comments and continuations resolved, drawings left out."""
+    """Return every line of a page's fenced blocks of shell, without comments and drawings.
+
+    A command that is continued on the next line is one line.
+    """
     found = []
     for match in _shell_fences(page.read_text(encoding="utf-8")):
         if not DRAWN.search(match[2]):
             joined = re.sub(r"\\\n\s*", " ", match[2])
-            found += [text for line in joined.splitlines() if (text := _without_comment(line))]
+            lines = [_without_comment(line) for line in joined.splitlines()]
+            found += [line for line in lines if line]
     return found
 
 
@@ -80,8 +87,12 @@ def _without_comment(line: str) -> str:
 
 
 def _lines(block: str, offset: int) -> list[tuple[int, str]]:
-    """The commands of a block, each with its position on the page."""
-    joined = re.sub(r"\\\n\s*", lambda match: " " * len(match[0]), block)
+    """Return the commands of a block, each with its position on the page."""
+
+    def spaces(match: re.Match[str]) -> str:
+        return " " * len(match[0])  # as many, so that positions stay
+
+    joined = re.sub(r"\\\n\s*", spaces, block)
     found = []
     for match in re.finditer(r"^.*$", joined, re.MULTILINE):
         line = _without_comment(match[0])

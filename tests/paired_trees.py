@@ -1,37 +1,36 @@
-r"""Is a strategy's step slower than it was?
+"""Is a strategy's step slower than it was?
 
-Two versions of this repository, timed in the same processes.
+Time two versions of this repository in the same processes. It is not a part of the test suite.
 
     git archive --prefix=before/ COMMIT distlab kernels | tar x -C outputs
-    torchrun --standalone --nproc-per-node 2 -m tests.paired_trees outputs/before \
-        --size xl --batch 2 --dtype bf16
-    torchrun --standalone --nproc-per-node 2 -m tests.paired_trees . \
-        --strategies fsdp --now hsdp --size xl --dtype bf16
+    torchrun --standalone --nproc-per-node 2 -m tests.paired_trees outputs/before --size xl
+    torchrun --standalone --nproc-per-node 2 -m tests.paired_trees . --strategies fsdp --now hsdp
 
-Not part of the test suite. The last command compares two strategies of this version. Each round
-attaches every strategy with the code of the other tree and with that of this one, in alternating
-order, and times a block of steps of each; sample i of both form a pair. Clock drift between two
-runs, which is larger than the differences that matter here, hits both.
+The last command compares two strategies of this version. Each round builds every strategy with the
+code of the other tree and with that of this one, in alternating order, and times a block of steps
+of each. Sample i of both form a pair. Clock drift, which is larger than the differences that matter
+here, affects both. The other tree may be as old as commit 1ad93b35.
 """
 
 import argparse
 import importlib
-import importlib.util
 import itertools
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from distlab.comm import RankContext, rank_context
-from distlab.measure.interleaved import paired_ratio, percentiles
+from distlab.measure.interleaved import MIN_PAIRS, paired_ratio, percentiles
 
-# as in ddp_bench's preset
+# Shape of the model of `ddp_bench --host`.
 HOST = {"d_model": 64, "d_ff": 64, "heads": 2, "vocab": 64, "context": 16}
 HERE = Path(__file__).resolve().parents[1]
 
@@ -54,58 +53,75 @@ def tree(root: Path) -> Iterator[None]:
 
 
 def _forget() -> dict[str, ModuleType]:
-    ours = [name for name in sys.modules if name.split(".")[0] in ("distlab", "kernels")]
-    return {name: sys.modules.pop(name) for name in ours}
+    """Remove the packages of this repository from the imported modules, and return them."""
+    removed = {}
+    for name in list(sys.modules):
+        if name.split(".")[0] in ("distlab", "kernels"):
+            removed[name] = sys.modules.pop(name)
+    return removed
 
 
-# torch's own function, and how many times a tree has been attached.
-_prefix_store, _attached = dist.PrefixStore, itertools.count()
+# torch's own class, and a number for each build of a model.
+_prefix_store = dist.PrefixStore
+_builds = itertools.count()
 
 
 def _use_new_keys() -> None:
-    """Give what is attached next keys of its own in the job's store.
+    """Give the next model that is built keys of its own in the job's store.
 
-    On gloo, wrappers connect their ranks once per import of `distlab.comm.agreement`, under one name,
-    and would find the addresses of the tree before.
+    On gloo, wrappers connect their ranks once per import of `distlab.comm.agreement`, under one
+    name, and would find the addresses of the tree before.
     """
-    number = next(_attached)
-    dist.PrefixStore = lambda prefix, store: _prefix_store(f"{prefix}/{number}", store)
+    number = next(_builds)
+
+    def numbered_store(prefix: str, store: dist.Store) -> dist.PrefixStore:
+        return _prefix_store(f"{prefix}/{number}", store)
+
+    dist.PrefixStore = numbered_store
 
 
-def samples(
+def step_samples(
     context: RankContext, options: argparse.Namespace, strategy: str, shard_size: int | None
 ) -> list[float]:
-    """Step times in ms of one attachment, by whichever tree is imported now."""
-    from distlab.model.config import preset
-
-    try:
-        bench_module = importlib.import_module("distlab.bench.timing")
-        shape = HOST if options.host else {}
-        config = bench_module.BenchOptions(
-            size=options.size, batch=options.batch, dtype=options.dtype, **shape
-        )
-        bench = bench_module.Workbench(context, config)
-    except ModuleNotFoundError:  # an older tree
-        bench_module = importlib.import_module("distlab.train.workbench")
-        dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
-        bench = bench_module.Workbench(
-            context, preset(options.size), batch_size=options.batch, compute_dtype=dtype
-        )
-    # which an older tree does not know
-    mesh = {} if shard_size is None else {"shard_size": shard_size}
-    row = bench_module.variants([strategy], [options.bucket_size_mb], **mesh)
+    """Build a model with the tree that is imported now, and return its step times in ms."""
     _use_new_keys()
-    blocks = {
-        "rounds": 1,
-        "warmup": options.warmup,
-        "steps": options.steps,
-        "inspect": lambda *_: None,
-    }
-    return bench.time_rounds(row, **blocks)[row[0].name].phases["step"]
+    try:
+        from distlab.bench.step_timing import time_rounds
+        from distlab.bench.variant import BenchOptions, variants
+    except ModuleNotFoundError:
+        # Until commit 1ad93b35, one module held all three, and rounds were a method.
+        from distlab.bench.timing import BenchOptions, Workbench, variants
+
+        time_rounds = None
+    shape = HOST if options.host else {}
+    config = BenchOptions(size=options.size, batch=options.batch, dtype=options.dtype, **shape)
+    rows = variants([strategy], [options.bucket_size_mb], shard_size)
+    if time_rounds is None:
+        timings = Workbench(context, config).time_rounds(
+            rows, rounds=1, warmup=options.warmup, steps=options.steps, inspect=_no_inspection
+        )
+    else:
+        timings = time_rounds(
+            config,
+            rows,
+            context,
+            rounds=1,
+            warmup=options.warmup,
+            steps=options.steps,
+            inspect=_no_inspection,
+        )
+    return timings[rows[0].name].phases["step"]
+
+
+def _no_inspection(variant: object, trial: object) -> None:
+    """Do nothing between two blocks of steps."""
 
 
 def losses(context: RankContext, options: argparse.Namespace, strategy: str) -> list[str]:
-    """Losses of a training in hex, by whichever tree is imported now; two micro-batches a step from the middle on."""
+    """Train with the tree that is imported now, and return the losses in hex.
+
+    Steps of the second half have two micro-batches.
+    """
     from distlab.model import TransformerLM, cross_entropy, preset
     from distlab.parallel import get_strategy
 
@@ -118,10 +134,11 @@ def losses(context: RankContext, options: argparse.Namespace, strategy: str) -> 
     )
     found = []
     for step in range(options.losses):
-        accumulates = step >= options.losses // 2
-        for micro_batch in range(1 + accumulates):
+        micro_batches = 2 if step >= options.losses // 2 else 1
+        for number in range(micro_batches):
             tokens = torch.randint(config.vocab_size, (options.batch, 33), device=context.device)
-            with model.no_sync() if accumulates and micro_batch == 0 else nullcontext():
+            is_last = number == micro_batches - 1
+            with nullcontext() if is_last else model.no_sync():
                 loss = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
                 loss.backward()
             found.append(loss.item().hex())
@@ -129,6 +146,44 @@ def losses(context: RankContext, options: argparse.Namespace, strategy: str) -> 
         optimizer.step()
         optimizer.zero_grad()
     model.close()
+    return found
+
+
+@dataclass
+class Side:
+    """One of the two versions that are compared.
+
+    Attributes:
+        root: folder of its `distlab` and `kernels`.
+        strategy: name of the strategy to time.
+        shard_size: ranks in a shard group, or None for those of a host.
+        samples_ms: step times so far.
+    """
+
+    root: Path
+    strategy: str
+    shard_size: int | None = None
+    samples_ms: list[float] = field(default_factory=list)
+
+
+def compare(context: RankContext, options: argparse.Namespace, strategy: str) -> dict[str, Any]:
+    """Time a strategy in both trees, in alternating order, and return what was found."""
+    before = Side(options.before.resolve(), strategy)
+    now = Side(HERE, options.now or strategy, options.shard_size)
+    for number in range(options.rounds):
+        for side in (before, now) if number % 2 == 0 else (now, before):
+            with tree(side.root):
+                side.samples_ms += step_samples(context, options, side.strategy, side.shard_size)
+    found = {"before_ms": percentiles(before.samples_ms), "now_ms": percentiles(now.samples_ms)}
+    if len(now.samples_ms) >= MIN_PAIRS:
+        found["now_over_before"] = paired_ratio(now.samples_ms, before.samples_ms)._asdict()
+    if options.losses:
+        with tree(before.root):
+            losses_before = losses(context, options, before.strategy)
+        with tree(now.root):
+            losses_now = losses(context, options, now.strategy)
+        found["losses"] = losses_now
+        found["losses_equal"] = losses_before == losses_now
     return found
 
 
@@ -141,51 +196,30 @@ def main() -> None:
         "before", type=Path, help="folder that holds the other version's distlab and kernels"
     )
     parser.add_argument("--strategies", default="zero1,fsdp", help="comma-separated [zero1,fsdp]")
-    parser.add_argument("--now", help="strategy of this version to hold against it [the same]")
+    parser.add_argument("--now", help="strategy of this version to compare with it [the same]")
     parser.add_argument(
         "--shard-size", type=int, help="ranks of a shard group in this version [those of a host]"
     )
     parser.add_argument("--size", default="tiny", help="model preset [tiny]")
-    parser.add_argument("--host", action="store_true", help="layers so small that the host decides")
+    parser.add_argument(
+        "--host", action="store_true", help="layers so small that the CPU is the bottleneck"
+    )
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank [2]")
     parser.add_argument("--dtype", default="fp32", help="fp32, bf16 or fp16 [fp32]")
     parser.add_argument("--bucket-size-mb", type=float, default=400.0, help="MiB [400]")
-    parser.add_argument("--rounds", type=int, default=4, help="attachments of each version [4]")
-    parser.add_argument("--warmup", type=int, default=3, help="untimed steps per attachment [3]")
-    parser.add_argument("--steps", type=int, default=8, help="timed steps per attachment [8]")
+    parser.add_argument("--rounds", type=int, default=4, help="builds of each version [4]")
+    parser.add_argument("--warmup", type=int, default=3, help="untimed steps per build [3]")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps per build [8]")
     parser.add_argument(
         "--losses", type=int, default=0, help="steps whose losses are compared, in fp32 [0: none]"
     )
     options = parser.parse_args()
     with rank_context(timeout_s=120) as context:
         for strategy in options.strategies.split(","):
-            before: list[float] = []
-            now: list[float] = []
-            sides = [
-                (options.before.resolve(), strategy, None, before),
-                (HERE, options.now or strategy, options.shard_size, now),
-            ]
-            for number in range(options.rounds):
-                for root, name, shard_size, taken in sides[:: 1 if number % 2 == 0 else -1]:
-                    with tree(root):
-                        taken += samples(context, options, name, shard_size)
-            pair = []
-            for root, name, *_ in sides if options.losses else ():
-                with tree(root):
-                    pair.append(losses(context, options, name))
+            found = compare(context, options, strategy)
             if context.is_main:
-                ratio = paired_ratio(now, before)._asdict()
-                found = {
-                    "before_ms": percentiles(before),
-                    "now_ms": percentiles(now),
-                    "now_over_before": ratio,
-                }
-                if pair:
-                    found |= {"losses": pair[1], "losses_equal": pair[0] == pair[1]}
-                print(
-                    json.dumps({"strategy": strategy} | vars(options) | found, default=str),
-                    flush=True,
-                )
+                line = {"strategy": strategy} | vars(options) | found
+                print(json.dumps(line, default=str), flush=True)
 
 
 if __name__ == "__main__":

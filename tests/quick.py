@@ -85,7 +85,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def matches(expression: str, node: str) -> bool:
-    """Whether pytest's `-k` would choose this item."""
+    """Return True if pytest's `-k` would choose this item."""
     words = re.sub(
         r"[^\s()]+",
         lambda word: word[0] if word[0] in ("and", "or", "not") else str(word[0] in node),

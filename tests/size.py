@@ -42,7 +42,10 @@ class Texture:
 
 
 def code_tokens(text: str) -> int:
-    """Count the code tokens of a source text: names, numbers, operators, strings; no comments, no docstrings."""
+    """Count the code tokens of a source text: names, numbers, operators, strings.
+
+    No comments, no docstrings.
+    """
     return len(_code_token_rows(text))
 
 
@@ -95,7 +98,8 @@ def textures() -> dict[str, Texture]:
 def report() -> str:
     """Return the table that `make size` prints."""
     rows = [
-        f"{'package':<20} {'lines':>7} {'tokens/line':>12} {'comments/100':>13} {'> 100 columns':>14}"
+        f"{'package':<20} {'lines':>7} {'tokens/line':>12} {'comments/100':>13} "
+        f"{'> 100 columns':>14}"
     ]
     for package, counts in sorted(textures().items()):
         per_line = counts.tokens / max(counts.code_lines, 1)

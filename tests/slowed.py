@@ -2,10 +2,10 @@
 
     python -m tests.slowed [--out FOLDER]
 
-Real runs of ddp_bench on two gloo ranks: as it is, with a sleep of 20 ms after the last bucket,
-some four steps, with one of 10 µs, and as it is again. A command and no test: what two cores do
-beside it decides on the times, which differ by up to 40 % from run to run. Exit code 1 if the 20 ms
-are not found, or if anything else is.
+It runs ddp_bench on two gloo ranks: as it is, with a sleep of 20 ms after the last bucket (about
+four steps), with one of 10 µs, and as it is again. It is not a test, because other work on two
+cores changes the times by up to 40 % from run to run. The exit code is 1 if the 20 ms are not
+found, or if anything else is found.
 """
 
 import argparse
@@ -25,12 +25,15 @@ from distlab.testing import run_ranks
 from experiments.ddp_bench import EXPERIMENT
 
 ROWS = ("local", "bucketed", "torch-ddp")
-# seconds of sleep
+# run → seconds of sleep
 RUNS = {"as_it_is": 0.0, "slower_20ms": 20e-3, "slower_10us": 10e-6, "again": 0.0}
 
 
 class Slowed(BucketedDDP):
-    """Sleeps when all messages have come: before, a host whose messages are slow would hide it."""
+    """BucketedDDP that sleeps when all messages have arrived.
+
+    An earlier sleep would be hidden on a host whose messages are slow.
+    """
 
     sleep_s = 0.0
 
@@ -40,7 +43,7 @@ class Slowed(BucketedDDP):
 
 
 def measure(context: RankContext, out: str, name: str, sleep_s: float) -> None:
-    """One run, on this rank."""
+    """Measure one run on this rank."""
 
     def wrap_slowed(module: nn.Module, how: Wrapping) -> Slowed:
         model = Slowed(module, how.bucket_size_mb, process_group=how.process_group)
@@ -69,7 +72,7 @@ def measure(context: RankContext, out: str, name: str, sleep_s: float) -> None:
 
 
 def main() -> int:
-    """Run all, compare each with the first."""
+    """Measure all runs, and compare each with the first."""
     parser = argparse.ArgumentParser("python -m tests.slowed", description=__doc__)
     parser.add_argument("--out", help="folder of the runs [one that is deleted]")
     with tempfile.TemporaryDirectory() as folder:

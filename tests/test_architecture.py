@@ -10,10 +10,14 @@ entry in `ALLOWED`: decide there what it may know.
 """
 
 import ast
+import re
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from distlab.parallel import STRATEGIES
 from tests.commands import python
@@ -96,7 +100,10 @@ NAMED = {
 
 
 def violations(module, source, *, is_package=False):
-    """What a module breaks, a line of text each; a package's `__init__` goes by the package's name."""
+    """What a module breaks, a line of text each.
+
+    A package's `__init__` goes by the package's name.
+    """
     tree = ast.parse(source)
     found = [
         f"{module}:{line} imports {target}: {reason}"
@@ -120,7 +127,8 @@ def violations(module, source, *, is_package=False):
             and node.value in RANK_VARIABLES
         ):
             found.append(
-                f"{module}:{node.lineno} asks for {node.value}: only {RANK_READER} may, take a RankContext"
+                f"{module}:{node.lineno} asks for {node.value}: only {RANK_READER} may, take a "
+                "RankContext"
             )
     return found
 
@@ -131,7 +139,8 @@ def strategies_named(module, source):
     if package != "distlab" or rest.split(".")[0] == "parallel":
         return []
     return [
-        f"{module}:{node.lineno} writes {node.value!r}: ask a field of the strategy's entry in STRATEGIES"
+        f"{module}:{node.lineno} writes {node.value!r}: ask a field of the strategy's entry in "
+        "STRATEGIES"
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Constant) and node.value in STRATEGIES.keys() - NAMED.get(rest, ())
     ]
@@ -239,8 +248,79 @@ def test_no_strategy_is_known_by_its_name():
     assert not strategies_named("distlab.parallel", "Strategy('zero1')")
 
 
+# Names with an underscore that are public, or of Python and Triton.
+NOT_TORCHS = {
+    *("_asdict", "_make", "_replace", "_fields"),  # of a NamedTuple
+    *("_exit", "_ArgumentGroup", "_option_string_actions"),
+    *("_init_handles", "_reinterpret", "_convert_to_ir_values"),
+}
+TORCHS_CLASSES = (nn.Module(), Tensor, dist.ProcessGroup, dist.ProcessGroupGloo._Options)
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names(sources: list[str]) -> set[str]:
+    """Return the private names of torch that sources use.
+
+    A name that is reached from `torch` or `torch.distributed` is given with its path, one of an
+    object as `.name`. An object's name counts as torch's if no source defines it, or if one of
+    `TORCHS_CLASSES` has it.
+    """
+    trees = [ast.parse(source) for source in sources]
+    own = set()
+    for node in chain.from_iterable(map(ast.walk, trees)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            own.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+    found = set()
+    for node in chain.from_iterable(map(ast.walk, trees)):
+        if isinstance(node, ast.Import):
+            found.update(_if_private(alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                found.add(_if_private(f"{node.module}.{alias.name}"))
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr):
+            path = ast.unparse(node).split(".")
+            if path[0] in ("torch", "dist"):
+                root = "torch.distributed" if path[0] == "dist" else "torch"
+                found.add(".".join((root, *path[1:])))
+            elif path[:-1] not in (["self"], ["cls"]) and node.attr not in NOT_TORCHS:
+                is_torchs = any(hasattr(each, node.attr) for each in TORCHS_CLASSES)
+                if node.attr not in own or is_torchs:
+                    found.add(f".{node.attr}")
+    # `torch._C` alone is the beginning of a longer path, which is found as well.
+    return {
+        name
+        for name in found
+        if name.startswith((".", "torch."))
+        and not any(other.startswith(f"{name}.") for other in found)
+    }
+
+
+def _if_private(path: str) -> str:
+    """Return a path if it has a private part, else an empty text."""
+    return path if any(map(_is_private, path.split("."))) else ""
+
+
+def test_contributing_lists_the_private_names_of_torch():
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = page.partition("## Private names of torch")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| `")]
+    listed = [name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == private_names([path.read_text() for _, path in _modules()])
+
+
 def test_one_operation_is_three_files():
-    """For who takes RMSNorm along; its form for CPUs, long rows, costs and the recorder come when they are used."""
+    """For who takes RMSNorm along.
+
+    Its form for CPUs, long rows, costs and the recorder come when they are used.
+    """
     done = python(
         "-c",
         "import kernels.rmsnorm, sys; print(*(x for x in sys.modules if x.startswith('kernels.')))",
@@ -253,7 +333,9 @@ def test_one_operation_is_three_files():
 
 
 def test_every_folder_of_tests_is_a_package():
-    """Else pytest puts the folder itself on the path, and `import experiments` finds tests/experiments."""
+    """Else pytest puts the folder itself on the path, and `import experiments` finds
+    tests/experiments.
+    """
     folders = {path.parent for path in (ROOT / "tests").rglob("*.py")}
     assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
 

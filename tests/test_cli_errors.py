@@ -1,4 +1,6 @@
-"""How commands end: one line for what a person can mend, and an answer to Ctrl-C and SIGTERM whatever is running."""
+"""How commands end: one line for what a person can mend, and an answer to Ctrl-C and SIGTERM
+whatever is running.
+"""
 
 import os
 import re
@@ -55,8 +57,9 @@ def test_memory_that_runs_out_is_said_with_what_helps(error):
 
 
 NCCL_SAID = (
-    "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL "
-    "version 2.29.3\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+    "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error (run with NCCL_DEBUG=INFO for "
+    "details), NCCL version 2.29.3\nncclUnhandledCudaError: Call to CUDA function failed.\nLast "
+    "error:\n"
 )
 
 
@@ -232,7 +235,9 @@ sys.exit(until_stopped("bench", {"call": in_one_call, "callback": in_a_callback}
 
 
 def sent_a_signal(number, *code):
-    """What `python -c` of this says when it is ready and gets a signal, which ends it within two seconds."""
+    """What `python -c` of this says when it is ready and gets a signal, which ends it within two
+    seconds.
+    """
     process = subprocess.Popen(
         [sys.executable, "-c", *code],
         cwd=ROOT,
@@ -278,7 +283,10 @@ def test_a_signal_during_the_imports_ends_the_process_with_one_line(number):
 
 
 def test_ranks_answer_a_signal_within_two_seconds_and_one_of_them_speaks(tmp_path):
-    """Sent to the command alone, as a scheduler does; its ranks hear of it from torchrun's agent."""
+    """Sent to the command alone, as a scheduler does.
+
+    Its ranks hear of it from torchrun's agent.
+    """
     command = ["launch/ddp_bench.py", "--nproc=2", "--backend=gloo", f"--out={tmp_path / 'out'}"]
     command += ["--rounds=1000", "--check-steps=0", "--strategies=naive,flat"]
     process, terminal = on_terminal(command, tmp_path / "stdout")

@@ -30,7 +30,9 @@ QUICK = {
     r"--name eight": "--size tiny --layers 2 --context 64 --dtype fp32 --ops torch --log-every 1",
     # the default name is the run's before
     r"train --ops triton": "--name triton --size tiny --steps 4 --log-every 1",
-    r"(distlab|launch|launch/train\.py) train|launch/train\.py": "--size tiny --steps 4 --log-every 1",
+    r"(distlab|launch|launch/train\.py) train|launch/train\.py": (
+        "--size tiny --steps 4 --log-every 1"
+    ),
     r"examples/train\.py": "--steps 4 --log-every 1",
     r"distlab records": "--list",
     r"distlab sample|launch/sample\.py": "--tokens 5",
@@ -54,7 +56,10 @@ TIMEOUT_S = 420
 
 
 def runnable():
-    """Command as it is run → page that it stands on; an experiment once, however often pages name it."""
+    """Command as it is run → page that it stands on.
+
+    An experiment once, however often pages name it.
+    """
     found: dict[str, str] = {}
     for page in pages():
         for command in commands_of(page):
@@ -76,7 +81,9 @@ def runnable():
 
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory):
-    """A copy of the working tree with this interpreter as its virtual environment, and a reader's text and code."""
+    """A copy of the working tree with this interpreter as its virtual environment, and a reader's
+    text and code.
+    """
     copy = tmp_path_factory.mktemp("checkout") / "distlab"
     ignored = shutil.ignore_patterns(".venv", ".git", "outputs", "__pycache__")
     shutil.copytree(ROOT, copy, ignore=ignored)

@@ -1,5 +1,5 @@
-"""The adapters as a course's suite uses them: two gloo ranks as `mp.spawn` starts them, on CPUs or sharing a GPU,
-people's own layers, warnings as errors.
+"""The adapters as a course's suite uses them: two gloo ranks as `mp.spawn` starts them, on CPUs or
+sharing a GPU, people's own layers, warnings as errors.
 
 Behaviour, not any suite's text: every form is driven through its one-line adapter module, against
 one process that trains on all data.
@@ -32,14 +32,25 @@ WORLD_SIZE, STEPS = 2, 3
 FORMS = {"2024": form_2024, "2025": form_2025, "2026": form_2026}
 # What each year's suite imports.
 ASKED = {
-    "2024": """get_rmsnorm_autograd_function_pytorch get_rmsnorm_autograd_function_triton rmsnorm_backward_g_pytorch
-        rmsnorm_backward_x_pytorch get_ddp_individual_parameters ddp_individual_parameters_on_after_backward
-        get_ddp_bucketed ddp_bucketed_on_after_backward ddp_bucketed_on_train_batch_start get_sharded_optimizer""",
-    "2025": """get_flashattention_autograd_function_pytorch get_flashattention_autograd_function_triton
-        get_ddp_individual_parameters ddp_individual_parameters_on_after_backward get_ddp_bucketed
-        ddp_bucketed_on_after_backward ddp_bucketed_on_train_batch_start get_sharded_optimizer""",
-    "2026": """get_flashattention_autograd_function_pytorch get_flashattention_autograd_function_triton get_ddp
-        ddp_on_after_backward get_fsdp fsdp_on_after_backward fsdp_gather_full_params get_sharded_optimizer""",
+    "2024": """
+        get_rmsnorm_autograd_function_pytorch get_rmsnorm_autograd_function_triton
+        rmsnorm_backward_g_pytorch rmsnorm_backward_x_pytorch get_ddp_individual_parameters
+        ddp_individual_parameters_on_after_backward get_ddp_bucketed
+        ddp_bucketed_on_after_backward ddp_bucketed_on_train_batch_start
+        get_sharded_optimizer
+    """,
+    "2025": """
+        get_flashattention_autograd_function_pytorch
+        get_flashattention_autograd_function_triton get_ddp_individual_parameters
+        ddp_individual_parameters_on_after_backward get_ddp_bucketed
+        ddp_bucketed_on_after_backward ddp_bucketed_on_train_batch_start
+        get_sharded_optimizer
+    """,
+    "2026": """
+        get_flashattention_autograd_function_pytorch
+        get_flashattention_autograd_function_triton get_ddp ddp_on_after_backward get_fsdp
+        fsdp_on_after_backward fsdp_gather_full_params get_sharded_optimizer
+    """,
 }
 
 
@@ -53,7 +64,7 @@ def test_one_import_line_answers_a_whole_suite(year):
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 
-# -- two processes, as suites start them -----------------------------------------------------------------------
+# -- two processes, as suites start them -----------------------------------------------------------
 
 
 def spawn(fn, *args):
@@ -163,7 +174,7 @@ def test_wrappers_follow_one_process(device):
     spawn(wrapped, torch.device(device))
 
 
-# -- kernels ---------------------------------------------------------------------------------------------------
+# -- kernels ---------------------------------------------------------------------------------------
 
 
 def test_attention_is_the_one_that_kernels_have():

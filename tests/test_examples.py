@@ -1,4 +1,7 @@
-"""The files in examples/: they train, and resume under another strategy; so does the loop that the README shows."""
+"""The files in examples/: they train, and resume under another strategy.
+
+So does the loop that the README shows.
+"""
 
 import json
 import os
@@ -54,7 +57,10 @@ def differences(context):
 
 
 def test_the_strategies_of_one_file_train_as_the_labs_do():
-    """At two ranks bit for bit; at three a sum's order depends on where its element lies in a message."""
+    """At two ranks bit for bit.
+
+    At three a sum's order depends on where its element lies in a message.
+    """
     names = ["naive", "flat", "overlap", "bucketed", "zero1", "fsdp"]
     for found in run_ranks(differences, 2):
         assert found == dict.fromkeys(names, 0.0)

@@ -1,4 +1,6 @@
-"""The tables of devices and clusters: names found and not found, figures that fit, and the device at hand."""
+"""The tables of devices and clusters: names found and not found, figures that fit, and the device
+at hand.
+"""
 
 from dataclasses import replace
 

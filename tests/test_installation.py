@@ -30,18 +30,21 @@ SOURCES = (
     "LICENSE",
 )
 THEIR_FILES = {
-    "kernels/__init__.py": "import importlib.metadata\n__version__ = importlib.metadata.version('kernels')\n"
-    "from kernels.load import get_kernel\n",
+    "kernels/__init__.py": "import importlib.metadata\n__version__ = "
+    "importlib.metadata.version('kernels')\nfrom kernels.load import get_kernel\n",
     "kernels/load.py": "def get_kernel(): return 'theirs'\n",
     "kernels/layer/__init__.py": "from ..load import get_kernel\n",
     "kernels-0.17.2.dist-info/METADATA": "Metadata-Version: 2.1\nName: kernels\nVersion: 0.17.2\n",
-    "kernels-0.17.2.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    "kernels-0.17.2.dist-info/WHEEL": (
+        "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    ),
 }
 OURS_WORKS = """
 import kernels.cost, kernels.nn
 from importlib.util import find_spec
 import distlab.comm
-assert find_spec("kernels.rmsnorm") and find_spec("kernels.flash_attention") and find_spec("distlab.parallel")
+assert find_spec("kernels.rmsnorm") and find_spec("kernels.flash_attention")
+assert find_spec("distlab.parallel")
 """
 THEIRS_WORKS = """
 from kernels import get_kernel
@@ -100,7 +103,9 @@ def theirs(tmp_path_factory):
 
 
 class Environment:
-    """A virtual environment that has torch and setuptools from that of the tests, and nothing else of it."""
+    """A virtual environment that has torch and setuptools from that of the tests, and nothing else
+    of it.
+    """
 
     def __init__(self, folder: Path):
         venv.create(folder, symlinks=True)
@@ -217,6 +222,6 @@ def test_the_kernels_are_loaded_once(wheel, theirs, tmp_path):
         "import kernels.rmsnorm as first\n"
         "from distlab.model import ops\nfrom distlab.parallel import BucketedDDP\n"
         "import kernels.rmsnorm as second, sys\nassert first is second\n"
-        "files = [module.__file__ for name, module in sys.modules.items() if name.endswith('.rmsnorm')]\n"
-        "assert len(files) == 1, files\n"
+        "files = [module.__file__ for name, module in sys.modules.items() if "
+        "name.endswith('.rmsnorm')]\nassert len(files) == 1, files\n"
     )

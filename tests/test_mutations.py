@@ -1,4 +1,6 @@
-"""Check that the list of mutations fits the tree: each text is found once, each test file exists."""
+"""Check that the list of mutations fits the tree: each text is found once, each test file
+exists.
+"""
 
 import re
 

@@ -1,4 +1,6 @@
-"""The pages: tables as their records say, code as the package has it, links that lead there, commands that exist."""
+"""The pages: tables as their records say, code as the package has it, links that lead there,
+commands that exist.
+"""
 
 import re
 import runpy
@@ -139,7 +141,10 @@ def check(command):
 
 
 def arguments_of(words):
-    """The arguments of `distlab` in a command, however it is started; [] if it is another command."""
+    """The arguments of `distlab` in a command, however it is started.
+
+    [] if it is another command.
+    """
     for place, word in enumerate(words):
         if word == "distlab" or (word == "launch" and words[place - 1] == "-m"):
             return words[place + 1 :]

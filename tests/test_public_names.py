@@ -6,7 +6,9 @@ import inspect
 import pytest
 
 NAMES = {
-    "distlab.parallel": "NaiveDDP FlatDDP OverlapDDP BucketedDDP ShardedOptimizer ZeroOptimizer FSDP",
+    "distlab.parallel": (
+        "NaiveDDP FlatDDP OverlapDDP BucketedDDP ShardedOptimizer ZeroOptimizer FSDP"
+    ),
     "kernels.flash_attention": "FlashAttention2 FlashAttention2PyTorch flash_attention",
     "kernels.nn": "Attention CrossEntropyLoss LayerNorm LinearCrossEntropyLoss RMSNorm SwiGLU",
     "kernels.rmsnorm": "RMSNorm RMSNormPyTorch rms_norm",
@@ -43,16 +45,16 @@ METHODS = {  # of every wrapper
     "clip_grad_norm_": "(self, max_norm, norm_type=2.0)",
 }
 FUNCTIONS = {
-    "distlab.testing.run_ranks": "(fn, world_size, *args, backend='gloo', device=None, deadline_s=60.0, "
-    "group_timeout_s=20.0)",
+    "distlab.testing.run_ranks": "(fn, world_size, *args, backend='gloo', device=None, "
+    "deadline_s=60.0, group_timeout_s=20.0, memory_bytes=None)",
     "distlab.testing.check_gradients": "(model, wrap, ranks=2, *, batch=4, same_batch=False, "
     "micro_batches=None, timeout_s=20.0, optimizer='sgd', where=False)",
-    "distlab.comm.rank_context": "(*, backend=None, device=None, timeout_s=60.0, store=None, rank=None, "
-    "world_size=None)",
+    "distlab.comm.rank_context": "(*, backend=None, device=None, timeout_s=60.0, store=None, "
+    "rank=None, world_size=None)",
     "kernels.rmsnorm.rms_norm": "(x, weight, eps=1e-05)",
-    "kernels.flash_attention.flash_attention": "(q, k, v, *, causal=False, scale=None, window=None, "
-    "alignment='top-left', precision='emulated', document_ids=None, deterministic=None, softcap=None, "
-    "return_lse=False)",
+    "kernels.flash_attention.flash_attention": "(q, k, v, *, causal=False, scale=None, "
+    "window=None, alignment='top-left', precision='emulated', document_ids=None, "
+    "deterministic=None, softcap=None, return_lse=False)",
 }
 
 

@@ -1,4 +1,6 @@
-"""The documentation site, where mkdocs is installed: no warning, no dead link, every public name, and in a browser."""
+"""The documentation site, where mkdocs is installed: no warning, no dead link, every public name,
+and in a browser.
+"""
 
 import importlib.util
 import os
@@ -83,7 +85,9 @@ def test_every_public_name_has_its_signature(site):
 
 SEARCH = """<script>addEventListener("load", () => setTimeout(() => {
   const input = document.querySelector("input.md-search__input");
-  input.focus(); input.value = "BucketedDDP"; input.dispatchEvent(new Event("input", {bubbles: true}));
+  input.focus();
+  input.value = "BucketedDDP";
+  input.dispatchEvent(new Event("input", {bubbles: true}));
   input.dispatchEvent(new KeyboardEvent("keyup", {bubbles: true, key: "P"}));
 }, 1500))</script></body>"""
 

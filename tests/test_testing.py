@@ -1,4 +1,6 @@
-"""run_ranks: results in rank order, tracebacks of the children, deadlines, and a fresh start after a failure."""
+"""run_ranks: results in rank order, tracebacks of the children, deadlines, and a fresh start after
+a failure.
+"""
 
 import importlib
 import os
@@ -175,7 +177,8 @@ import os, time
 from distlab.testing import run_ranks
 
 def where(context):
-    os.write(1, b"%d\\n" % os.getpid())  # one write: the ranks share the pipe, and print may take two
+    # one write: the ranks share the pipe, and print may take two
+    os.write(1, b"%d\\n" % os.getpid())
     time.sleep({seconds})
     return context.rank
 
@@ -318,7 +321,14 @@ def work(context):
 def build():
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
-    return model, lambda size, generator: torch.randn(size, 4, generator=generator), lambda m, x: m(x).square().mean()
+
+    def batch(size, generator):
+        return torch.randn(size, 4, generator=generator)
+
+    def loss(model, batch):
+        return model(batch).square().mean()
+
+    return model, batch, loss
 
 
 def not_averaged(module, group):

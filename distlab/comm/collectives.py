@@ -18,16 +18,20 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup, Work
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    ReduceScatterOptions,
+)
 
 from distlab.comm.wait_diagnostics import LONG_WAIT, waiting
 
 T = TypeVar("T")
 
 # Names of methods of a process group. The functions of torch.distributed that wrap them spend
-# microseconds of every call on checks. torch 2.13 renamed these two, and torch 2.11 has only the old
-# names.
+# microseconds of every call on checks. torch 2.13 renamed these two, and torch 2.11 has only the
+# old names.
 if hasattr(ProcessGroup, "all_gather_single"):
     _ALL_GATHER = "all_gather_single"
     _REDUCE_SCATTER = "reduce_scatter_single"

@@ -21,7 +21,8 @@ from distlab.kernel_check.operations import Operation
 # worse than torch's, and on a GPU exp and division are approximate.
 TIMES_TORCH = 6
 # Times the change of the exact result when each input changes by a rounding of fp32. Kernels
-# compute in fp32, so this much cannot be avoided where the result is sensitive, as with large logits.
+# compute in fp32, so this much cannot be avoided where the result is sensitive, as with large
+# logits.
 TIMES_CONDITION = 4
 # Roundings of each element that are allowed in any case, in units of the dtype's eps.
 ROUNDINGS = {torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}
@@ -414,9 +415,9 @@ def _compare(
         place = tuple(int(each) for each in torch.unravel_index(torch.tensor(at), exact.shape))
         raise Wrong(
             name,
-            f"{name}: {int(too_large.sum())} of {mine.numel()} elements are wrong. At {place} it is "
-            f"{mine.flatten()[at]:.6g}, and exact is {exact.flatten()[at]:.6g} (torch's own error: "
-            f"{usual_error:.1e})",
+            f"{name}: {int(too_large.sum())} of {mine.numel()} elements are wrong. At {place} it "
+            f"is {mine.flatten()[at]:.6g}, and exact is {exact.flatten()[at]:.6g} (torch's own "
+            f"error: {usual_error:.1e})",
         )
 
 

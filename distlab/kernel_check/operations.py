@@ -39,7 +39,8 @@ class Argument:
         name: name in the signature.
         shape: names of sizes. The last one is the dimension along which a row is reduced.
         role: `values` take the values of the case. `weight` is around 1, `small` around 0.
-            `targets` are indices below the size that `of` names. `cosines` and `sines` are rope's tables.
+            `targets` are indices below the size that `of` names. `cosines` and `sines` are rope's
+            tables.
         of: name of the number of classes, for targets.
         has_gradient: True if the backward returns its gradient.
     """

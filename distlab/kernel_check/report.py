@@ -95,8 +95,8 @@ class Report:
         verdict = "right" if self.is_right else "WRONG"
         backward = "forward and backward" if self.has_backward else "forward"
         lines = [
-            f"{verdict}: as {self.operation}, {backward}: {self.right} of {tried} inputs are right, "
-            f"{self.refused} refused, {sum(self.wrong.values())} wrong"
+            f"{verdict}: as {self.operation}, {backward}: {self.right} of {tried} inputs are "
+            f"right, {self.refused} refused, {sum(self.wrong.values())} wrong"
         ]
         for kind, finding in self.findings.items():
             inputs = "1 input" if self.wrong[kind] == 1 else f"{self.wrong[kind]} inputs"

@@ -17,17 +17,23 @@ ATTENTION_CHOICES = ("naive", "sdpa", "flash", "auto")
 OPS_CHOICES = ("torch", "triton", "auto")
 COMPILE_CHOICES = ("off", "model", "blocks")
 
-# What is kept of a block: its input alone; beside it attention's output with the log-sum-exp; the
-# output projection's result; queries, keys and values before rotation; SwiGLU's gate and up, each
-# with those before; or all of it.
-KEPT = ("block", "attention", "output", "qkv", "gate-up", "none")
-# Beside these, outside of their order, attention's output and every other matmul's result
+# Tensors that a block keeps for backward, from the least memory to the most. Each level also keeps
+# the tensors of the levels before it.
+KEPT = (
+    "block",  # the input of the block
+    "attention",  # attention's output, with the log-sum-exp
+    "output",  # the output projection's result
+    "qkv",  # queries, keys and values before rotation
+    "gate-up",  # SwiGLU's gate and up
+    "none",  # everything: nothing is recomputed
+)
+# "selective" is outside of this order: attention's output and every other matmul's result
 # (torchtitan's policy "op").
 RECOMPUTATION = (*KEPT, "selective")
 
-# bytes of a sequence's logits in fp32, above which the loss is computed in the head
+# Bytes of a sequence's logits in fp32 above which the loss is computed in the head.
 LOGITS_AT_ONCE = 2 * 2**30
-LOGITS_CHUNK = 512 * 2**20  # bytes of logits that then exist at a time
+LOGITS_CHUNK = 512 * 2**20  # bytes of logits that the head then holds at a time
 
 Checkpointing = bool | int | str
 
@@ -46,22 +52,29 @@ def kept_levels(choice: Checkpointing, num_layers: int) -> tuple[str, ...]:
         ValueError: neither of these, or numbers that do not add up to `num_layers`.
     """
     if not (isinstance(choice, str) and ":" in choice):
-        group = checkpoint_group(choice)
-        return ((choice if choice in RECOMPUTATION else "block") if group else "none",) * num_layers
-    parts = [part.partition(":") for part in choice.split(",")]
-    counts = [int(count) if count.isdecimal() else 0 for _, _, count in parts]
-    if (
-        any(level not in RECOMPUTATION for level, *_ in parts)
-        or 0 in counts
-        or sum(counts) != num_layers
-    ):
+        if checkpoint_group(choice) == 0:
+            level = "none"
+        elif choice in RECOMPUTATION:
+            level = choice
+        else:
+            level = "block"
+        return (level,) * num_layers
+    levels: list[str] = []
+    is_valid = True
+    for part in choice.split(","):
+        level, _, number = part.partition(":")
+        count = int(number) if number.isdecimal() else 0
+        is_valid = is_valid and level in RECOMPUTATION and count > 0
+        if len(levels) + count > num_layers:
+            is_valid = False
+            break  # the number may be so large that a list of it takes all memory
+        levels += [level] * count
+    if not is_valid or len(levels) != num_layers:
         raise ValueError(
-            f"checkpointing {choice!r}: give LEVEL:BLOCKS, several with commas, whose numbers add up to the "
-            f"{num_layers} blocks of the model; levels are {', '.join(RECOMPUTATION)}"
+            f"checkpointing {choice!r}: give LEVEL:BLOCKS, several with commas, whose numbers add "
+            f"up to the {num_layers} blocks of the model; levels are {', '.join(RECOMPUTATION)}"
         )
-    return tuple(
-        level for (level, *_), count in zip(parts, counts, strict=True) for _ in range(count)
-    )
+    return tuple(levels)
 
 
 def checkpoint_plan(choice: Checkpointing, num_layers: int) -> int | tuple[str, ...]:
@@ -71,7 +84,7 @@ def checkpoint_plan(choice: Checkpointing, num_layers: int) -> int | tuple[str, 
 
 
 def checkpoint_group(choice: Checkpointing) -> int:
-    """Return how many consecutive blocks are recomputed together in backward, 0 for none.
+    """Return the number of consecutive blocks that backward recomputes together, 0 for none.
 
     Args:
         choice: `none` or False: all activations are kept, 0. `block` or True: each block by itself,
@@ -90,9 +103,10 @@ def checkpoint_group(choice: Checkpointing) -> int:
     else:
         size = choice
     if not isinstance(size, int) or size < 1:
+        others = [name for name in RECOMPUTATION if name not in ("block", "none")]
         raise ValueError(
-            f"checkpointing {choice!r}: choose none, block, every-K with K blocks per group, or what blocks keep: "
-            f"{', '.join(name for name in RECOMPUTATION if name not in ('block', 'none'))}"
+            f"checkpointing {choice!r}: choose none, block, every-K with K blocks per group, or "
+            f"what blocks keep: {', '.join(others)}"
         )
     return int(size)
 
@@ -141,8 +155,10 @@ class ModelConfig:
     num_kv_heads: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length")
-        for name in (*sizes, *(["num_kv_heads"] if self.num_kv_heads is not None else [])):
+        sizes = ["d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length"]
+        if self.num_kv_heads is not None:
+            sizes.append("num_kv_heads")
+        for name in sizes:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r}: must be a positive integer; give 1 or more")
@@ -153,13 +169,15 @@ class ModelConfig:
             )
         if self.num_heads % self.kv_heads:
             raise ValueError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.kv_heads}: heads of queries share "
-                "those of keys and values evenly; choose num_kv_heads among the divisors of num_heads"
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.kv_heads}: "
+                "heads of queries share those of keys and values evenly; choose num_kv_heads among "
+                "the divisors of num_heads"
             )
         if self.head_dim % 2:
             raise ValueError(
-                f"d_model={self.d_model} / num_heads={self.num_heads}: heads of odd width {self.head_dim}, "
-                "but RoPE rotates pairs of elements; choose num_heads so that the width is even"
+                f"d_model={self.d_model} / num_heads={self.num_heads}: heads of odd width "
+                f"{self.head_dim}, but RoPE rotates pairs of elements; choose num_heads so that "
+                "the width is even"
             )
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
@@ -170,10 +188,9 @@ class ModelConfig:
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout!r}: must be in [0, 1); give 0 for none")
         for name, allowed in (("attention", ATTENTION_CHOICES), ("ops", OPS_CHOICES)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}"
-                )
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r}: choose one of {', '.join(allowed)}")
 
     @property
     def head_dim(self) -> int:
@@ -182,16 +199,16 @@ class ModelConfig:
 
     @property
     def loss_in_head(self) -> bool:
-        """Return whether the loss is computed in the head, in chunks, without all logits at a time.
+        """True if the head computes the loss, in chunks, without all logits at a time.
 
-        Torch's operations hold them anyway, and compute the loss outside if there are few: in the
-        head, FSDP would also keep the head's weight.
+        With torch's operations and few logits the loss is computed outside. In the head, FSDP would
+        also keep the head's weight.
         """
         return self.ops != "torch" or 4 * self.context_length * self.vocab_size > LOGITS_AT_ONCE
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of heads of keys and values."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
@@ -201,15 +218,19 @@ class ModelConfig:
 
     def sizes(self, batch: int) -> dict[str, int]:
         """Return arguments for `distlab.theory.flops`, for a step of `batch` sequences."""
-        known = {
-            name: getattr(self, name)
-            for name in ("vocab_size", "d_model", "d_ff", "num_layers", "kv_width")
+        return {
+            "vocab_size": self.vocab_size,
+            "d_model": self.d_model,
+            "d_ff": self.d_ff,
+            "num_layers": self.num_layers,
+            "kv_width": self.kv_width,
+            "batch": batch,
+            "context": self.context_length,
         }
-        return known | {"batch": batch, "context": self.context_length}
 
     @property
     def num_parameters(self) -> int:
-        """Trainable parameters, a tied matrix counted once.
+        """Number of trainable parameters, with a tied matrix counted once.
 
         Embedding V·d; per block 2·d² + 2·d·k (fused qkv d² + 2·d·k with keys of width k, output
         d²), 3·d·f (SwiGLU) and 2·d (norms); final norm d; head V·d unless it is tied.
@@ -291,9 +312,8 @@ def preset(name: str, **overrides: object) -> ModelConfig:
     for key in overrides:
         if key not in known:
             raise ValueError(f"model option {unknown(key, known)}")
-    return replace(
-        PRESETS[name], **{key: value for key, value in overrides.items() if value is not None}
-    )
+    given = {key: value for key, value in overrides.items() if value is not None}
+    return replace(PRESETS[name], **given)
 
 
 def model_of(sizes: Mapping[str, Any]) -> ModelConfig:
@@ -304,15 +324,17 @@ def model_of(sizes: Mapping[str, Any]) -> ModelConfig:
     Raises:
         ValueError: an unknown field, a missing one, or a value out of range.
     """
-    given = {
-        ("context_length" if name == "context" else name): value for name, value in sizes.items()
-    }
+    given = dict(sizes)
+    if "context" in given:
+        given["context_length"] = given.pop("context")
     known = [field.name for field in fields(ModelConfig)]
-    missing = [name for name in known[:5] if name not in given]
+    required = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
+    missing = [name for name in required if name not in given]
     unknown = [name for name in given if name not in known]
     if missing or unknown:
         raise ValueError(
-            f"a model takes {', '.join(known)}; {missing or 'nothing'} is missing and {unknown or 'nothing'} is unknown"
+            f"a model takes {', '.join(known)}; {missing or 'nothing'} is missing and "
+            f"{unknown or 'nothing'} is unknown"
         )
     return ModelConfig(**given)
 
@@ -324,8 +346,13 @@ class ModelChanges(Options):
     Args:
         context: number of tokens per sequence.
         vocab: number of entries of the vocabulary.
-        d_model, d_ff, layers, heads, kv_heads: fields of `ModelConfig`. None keeps the preset's.
-        attention, ops: names of implementations, see `distlab.model.ops.get_ops`.
+        d_model: field of `ModelConfig`, like the next four. None keeps the preset's.
+        d_ff: inner width of SwiGLU.
+        layers: number of blocks.
+        heads: number of attention heads.
+        kv_heads: number of heads of keys and values.
+        attention: name of the implementation of attention, see `distlab.model.ops.get_ops`.
+        ops: name of the implementation of the other operations.
         compile: `off`, the whole `model` as one graph, or the `blocks` one by one.
     """
 
@@ -353,7 +380,7 @@ class ModelChanges(Options):
     )
 
     def dimensions(self) -> dict[str, int]:
-        """Fields of `ModelConfig` that were given."""
+        """Return the fields of `ModelConfig` that were given."""
         given = {
             "context_length": self.context,
             "vocab_size": self.vocab,
@@ -398,9 +425,9 @@ class ModelOptions(ModelChanges):
     )
     checkpointing: str = option(
         "none",
-        "activations that backward recomputes: none, each block, every-K; each block except its attention, "
-        "output, qkv or gate-up and those before it in this list, or (selective) its attention and every "
-        "other matmul; or auto: as many as memory requires",
+        "activations that backward recomputes: none, each block, every-K; each block except its "
+        "attention, output, qkv or gate-up and those before it in this list, or (selective) its "
+        "attention and every other matmul; or auto: as many as memory requires",
     )
 
     def __post_init__(self) -> None:
@@ -410,9 +437,9 @@ class ModelOptions(ModelChanges):
             kept_levels(self.checkpointing, model.num_layers)
 
     def base(self) -> ModelConfig:
-        """The preset."""
+        """Return the preset."""
         return PRESETS[self.size]
 
     def model(self) -> ModelConfig:
-        """The preset with the overrides."""
+        """Return the preset with the overrides."""
         return self.changed(self.base())

@@ -1,8 +1,8 @@
-"""Write a model in the form of other libraries: `model.safetensors` and `config.json` as Llama's.
+"""Write a model as other libraries read it: `model.safetensors` and `config.json` of a Llama.
 
-The model is Llama's architecture: RMSNorm, rotary embeddings over the halves of a head, SwiGLU,
-grouped queries. So nothing is computed anew; queries, keys and values, which are one matrix here,
-become three.
+The model has Llama's architecture: RMSNorm, rotary embeddings over the halves of a head, SwiGLU,
+grouped queries. So no value changes. Queries, keys and values, which are one matrix here, become
+three.
 """
 
 import json
@@ -13,17 +13,18 @@ from torch import Tensor
 from distlab.model.config import ModelConfig
 from distlab.model.transformer import TransformerLM
 
+# Name of a layer here → its names in Llama, several if it is split.
 LLAMA = {
-    "embedding": "model.embed_tokens",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "attention_norm": "input_layernorm",
-    "attention.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-    "attention.output": "self_attn.o_proj",
-    "feed_forward_norm": "post_attention_layernorm",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "feed_forward.w2": "mlp.down_proj",
+    "embedding": ("model.embed_tokens",),
+    "norm": ("model.norm",),
+    "head": ("lm_head",),
+    "attention_norm": ("input_layernorm",),
+    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.output": ("self_attn.o_proj",),
+    "feed_forward_norm": ("post_attention_layernorm",),
+    "feed_forward.w1": ("mlp.gate_proj",),
+    "feed_forward.w3": ("mlp.up_proj",),
+    "feed_forward.w2": ("mlp.down_proj",),
 }
 
 
@@ -36,38 +37,41 @@ def export(model: TransformerLM, folder: Path) -> None:
         OSError: the folder cannot be written.
     """
     tensors = llama_tensors(model)
-    header, end = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
     for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
+        end = begin + tensor.nbytes
         header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": [begin, end]}
+        begin = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
-    parts = [
-        len(text).to_bytes(8, "little"),
-        text,
-        *(tensor.numpy() for tensor in tensors.values()),
-    ]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "model.safetensors").open("wb") as file:
-        file.writelines(parts)
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for tensor in tensors.values():
+            file.write(tensor.numpy())
     (folder / "config.json").write_text(json.dumps(llama_config(model.config), indent=2))
 
 
 def llama_tensors(model: TransformerLM) -> dict[str, Tensor]:
-    """Llama's name → tensor, in fp32 on the CPU."""
+    """Return Llama's name → tensor, in fp32 on the CPU."""
+    config = model.config
     found = {}
     for name, parameter in model.named_parameters():
-        *block, layer = name.removesuffix(".weight").split(
-            ".", 2 if name.startswith("blocks.") else 0
-        )
-        names, prefix = LLAMA[layer].split(), f"model.layers.{block[1]}." if block else ""
-        rows = (
-            [len(parameter)]
-            if len(names) == 1
-            else [model.config.d_model, *2 * [model.config.kv_width]]
-        )
-        parts = parameter.detach().float().cpu().split(rows)
-        found |= {f"{prefix}{llama}.weight": part for llama, part in zip(names, parts, strict=True)}
+        layer = name.removesuffix(".weight")
+        prefix = ""
+        if layer.startswith("blocks."):
+            _, number, layer = layer.split(".", 2)
+            prefix = f"model.layers.{number}."
+        tensor = parameter.detach().float().cpu()
+        names = LLAMA[layer]
+        if len(names) == 1:
+            parts = [tensor]
+        else:
+            parts = tensor.split([config.d_model, config.kv_width, config.kv_width])
+        for llama_name, part in zip(names, parts, strict=True):
+            found[f"{prefix}{llama_name}.weight"] = part
     return found
 
 

@@ -1,8 +1,8 @@
 """Operations of the model, and the implementation of each.
 
-The Transformer calls its operations through an `Ops` record, so that a hand-written kernel takes
-the place of a torch operation without a line of the model changing. The functions here are plain
-torch and double as the references that faster implementations are compared with.
+The Transformer calls its operations through an `Ops` record, so that a hand-written kernel can
+replace a torch operation without a change of the model. The functions here are plain torch, and
+also the references that faster implementations are compared with.
 
 Shapes: `B` batch, `T` sequence, `V` vocabulary, `H` heads, `D` width of a head, `d` any width.
 """
@@ -10,17 +10,24 @@ Shapes: `B` batch, `T` sequence, `V` vocabulary, `H` heads, `D` width of a head,
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distlab.model.config import LOGITS_AT_ONCE, LOGITS_CHUNK, OPS_CHOICES, ModelConfig
+from distlab.model.config import (
+    ATTENTION_CHOICES,
+    LOGITS_AT_ONCE,
+    LOGITS_CHUNK,
+    OPS_CHOICES,
+    ModelConfig,
+)
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q_BHTD, k_BKTD, v_BKTD → out_BHTD
-# takes a weight, and what makes its gradient
+# A function that takes a weight, and a function that returns its gradient.
 PutOff = Callable[[Tensor, Callable[[], Tensor]], None]
 
 
@@ -39,14 +46,15 @@ class Ops:
         linear_cross_entropy: `(x_BTd, weight_Vd, targets_BT) -> mean loss`, the same of the logits
             x Wᵀ.
 
-    Operations that communicate if several ranks share a model are also listed
-    (`distlab.parallel.tensor_parallel`, `distlab.parallel.context_parallel`). By default each rank
-    has the whole sequence and every row:
-
         embedding: `(tokens_BT, weight_Vd) -> x_BTd`.
         logits: `(x_BTd, weight_Vd) -> logits_BTV`.
-        enter, leave: around attention and feed-forward, `x_BTd -> x_BTd`.
-            positions: `(T, device) -> (T,)` in fp32, the positions of the tokens in their sequence.
+        enter: `x_BTd -> x_BTd`, before attention and before the feed-forward layer.
+        leave: `x_BTd -> x_BTd`, after them.
+        positions: `(T, device) -> (T,)` in fp32, the positions of the tokens in their sequence.
+
+    The last five communicate if several ranks share a model (`distlab.parallel.tensor_parallel`,
+    `distlab.parallel.context_parallel`). Their defaults are for a rank that has the whole sequence
+    and every row.
     """
 
     attention: Attention
@@ -95,16 +103,16 @@ def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
 
     By Zhang & Sennrich 2019.
 
-    Returns:
-        The shape of x, in autocast's dtype where autocast is on (matmuls follow: casting here once
-        spares each of them its own cast), else in x's dtype.
-
     On a GPU an fp32 weight with x in bf16 or fp16 (FSDP's compute dtype) is rounded to x's dtype,
     because torch's fused kernel takes one dtype. The kernels of `ops="triton"` and compiled code
     multiply by it as it is.
+
+    Returns:
+        Tensor with the shape of x. Under autocast it has autocast's dtype, so that the matmuls that
+        follow need no cast of their own. Otherwise it has x's dtype.
     """
     out_dtype = _autocast_dtype(x)
-    # torch's fused kernel wants one dtype, and keeps its statistics in fp32 for bf16 and fp16
+    # torch's fused kernel takes one dtype, and keeps its statistics in fp32 for bf16 and fp16
     # inputs.
     if x.dtype != weight_d.dtype:
         common = torch.promote_types(x.dtype, weight_d.dtype)
@@ -112,7 +120,7 @@ def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
         if narrower and on_gpu(x) and not torch.compiler.is_compiling():
             if torch.is_autocast_enabled(x.device.type):
                 return _MixedRMSNorm.apply(x, weight_d, eps)
-            # casting x, and its gradient, would cost three passes; 2 % of FSDP's step
+            # Casting x and its gradient would cost three passes, 2 % of FSDP's step.
             common = x.dtype
         x, weight_d = x.to(common), weight_d.to(common)
     return F.rms_norm(x, weight_d.shape, weight_d, eps).to(out_dtype)
@@ -121,8 +129,7 @@ def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
 class _MixedRMSNorm(torch.autograd.Function):
     """RMSNorm of x in a narrower dtype than the weight's, by torch's fused kernels.
 
-    Saves x as it is; autograd would save the copy of it that the kernel reads, in the weight's
-    dtype.
+    It saves x as it is. Autograd would save the copy that the kernel reads, in the weight's dtype.
     """
 
     @staticmethod
@@ -150,20 +157,23 @@ def sdpa(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
 def attention_parts() -> tuple[Callable, Callable]:
     """Return forward and backward of attention over some of the keys.
 
-    Context parallelism merges them.
+    Context parallelism merges their results. On a CPU they compute in plain torch.
     """
     from kernels.flash_attention import part_backward, part_forward
 
-    return tuple(
-        lambda q, *args, part=part: part(q, *args, plain=not on_gpu(q))
-        for part in (part_forward, part_backward)
-    )
+    def forward(q: Tensor, *args: Any) -> Any:
+        return part_forward(q, *args, plain=not on_gpu(q))
+
+    def backward(q: Tensor, *args: Any) -> Any:
+        return part_backward(q, *args, plain=not on_gpu(q))
+
+    return forward, backward
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype:
-    """Autocast's dtype where it is on, else x's.
+    """Return autocast's dtype where autocast is on, else x's.
 
-    Meta knows no autocast; and autocast itself leaves fp64 alone.
+    There is no autocast on meta, and autocast does not change fp64.
     """
     kind = x.device.type
     if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
@@ -174,8 +184,8 @@ def _autocast_dtype(x: Tensor) -> torch.dtype:
 def _refuse_create_graph(what: str) -> None:
     """Raise RuntimeError if gradients of gradients are wanted, which this backward does not have.
 
-    torch's `once_differentiable` does not notice an upstream gradient that requires none, such as a
-    sum's.
+    torch's `once_differentiable` does not notice this if the upstream gradient requires no
+    gradient, as that of a sum.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(
@@ -196,9 +206,9 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return x Wᵀ, `(..., in) -> (..., out)`, in autocast's dtype where autocast is on.
 
     On a GPU under autocast the matmul that makes the weight's gradient returns it in the weight's
-    own dtype, fp32: torch's form rounds it to autocast's dtype and casts it in a separate pass. It
-    is written in place: see `gradient_target`. Compiled code takes torch's form: a traced backward
-    allocates its own results.
+    own dtype, fp32. torch's form rounds it to autocast's dtype and casts it in a separate pass. The
+    gradient is written to its `gradient_target`. Compiled code takes torch's form, because a traced
+    backward allocates its own results.
     """
     kind = x.device.type
     if on_gpu(x) and torch.is_autocast_enabled(kind) and not torch.compiler.is_compiling():
@@ -208,12 +218,12 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
-# True while `as_on_gpu` runs. A fake tensor cannot say it, because its device is a CPU.
+# True while `as_on_gpu` runs. The fake tensors of a simulation are on a CPU.
 _simulates_gpu = False
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Return whether a matmul of x can return another dtype than its inputs', as on a GPU."""
+    """Return True if a matmul of x can return another dtype than its inputs', as on a GPU."""
     return x.is_cuda or _simulates_gpu
 
 
@@ -232,26 +242,29 @@ def as_on_gpu() -> Iterator[None]:
 def gradient_target(weight: Tensor) -> Tensor | None:
     """Return the preallocated buffer for this parameter's next gradient, or None.
 
-    It is for example its place in a bucket.
-
-    Its owner sets `weight.gradient_target`, and the caller must write the whole gradient to it. It
-    is returned once, so that a weight used twice in one graph does not overwrite its first
-    gradient, and only if there is no gradient to add to.
+    It is for example the parameter's place in a bucket, which a strategy sets as
+    `weight.gradient_target`. The caller must write the whole gradient to it. The buffer is returned
+    once, so that a weight used twice in one graph does not overwrite its first gradient, and only
+    if there is no gradient to add to.
     """
-    return None if weight.grad is not None else weight.__dict__.pop("gradient_target", None)
+    if weight.grad is not None:
+        return None
+    return weight.__dict__.pop("gradient_target", None)
 
 
 class _CastLinear(torch.autograd.Function):
     """Linear layer of an fp32 weight in another dtype, in which x and the weight are saved.
 
-    What is saved does not lead back to x and the weight: the gradient of a gradient is refused with
-    RuntimeError.
+    The saved copies have no graph that leads to x and the weight. So the gradient of a gradient
+    raises RuntimeError.
     """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.weight, ctx.x_dtype = weight, x.dtype
-        x, cast = x.to(dtype), weight.to(dtype)
+        ctx.weight = weight
+        ctx.x_dtype = x.dtype
+        x = x.to(dtype)
+        cast = weight.to(dtype)
         ctx.save_for_backward(x, cast)
         return F.linear(x, cast)
 
@@ -259,20 +272,27 @@ class _CastLinear(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         _refuse_create_graph("a linear layer of a cast weight")
         x, cast = ctx.saved_tensors
-        dx = (dy @ cast).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
-        return dx, _weight_gradient(ctx.weight, dy, x) if ctx.needs_input_grad[1] else None, None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = (dy @ cast).to(ctx.x_dtype)
+        dw = None
+        if ctx.needs_input_grad[1]:
+            dw = _weight_gradient(ctx.weight, dy, x)
+        return dx, dw, None
 
 
 def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
     """Return dyᵀ x in the weight's dtype, on a GPU in one pass, in its `gradient_target` if any."""
-    dy, x = (t.unsqueeze(0).flatten(0, -2) for t in (dy, x))
+    # To two dimensions. `unsqueeze` allows an input of one.
+    dy = dy.unsqueeze(0).flatten(0, -2)
+    x = x.unsqueeze(0).flatten(0, -2)
     if not on_gpu(x) or x.dtype == weight.dtype:
         return torch.mm(dy.t(), x).to(weight.dtype)
     target = gradient_target(weight)
     if target is None:
         return torch.mm(dy.t(), x, out_dtype=weight.dtype)
     torch.mm(dy.t(), x, out_dtype=weight.dtype, out=target)
-    # A tensor nobody else holds: autograd makes it `.grad` as it is.
+    # A new view, to which nothing else refers. Autograd makes it `.grad` without a copy.
     return target.view_as(target)
 
 
@@ -297,7 +317,8 @@ class _LateLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, cast: Tensor, late: tuple[Tensor, PutOff]) -> Tensor:
-        ctx.late, ctx.x_dtype = late, x.dtype
+        ctx.late = late
+        ctx.x_dtype = x.dtype
         x = x.to(cast.dtype)
         ctx.save_for_backward(x, cast)
         return F.linear(x, cast)
@@ -307,7 +328,10 @@ class _LateLinear(torch.autograd.Function):
         x, cast = ctx.saved_tensors
         weight, put_off = ctx.late
         put_off(weight, partial(_weight_gradient, weight, dy, x))
-        return (dy @ cast).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None, None, None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = (dy @ cast).to(ctx.x_dtype)
+        return dx, None, None
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -335,23 +359,23 @@ def rope_tables(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tenso
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al.
+    """Rotate each pair (x_i, x_{i+D/2}) by its position's angle.
 
-    2021): each pair (x_i, x_{i+D/2}) is rotated by its position's angle.
-
-    The pairs are the two halves of a head (GPT-NeoX and Llama's form), not neighbours: for a model
-    that is trained with it the two differ by a permutation of the columns of the projections.
+    This is the rotary position embedding of Su et al. 2021. The pairs are the two halves of a head,
+    as in GPT-NeoX and Llama, and not neighbours. For a model that is trained with it the two forms
+    differ by a permutation of the columns of the projections.
 
     Args:
         x: queries or keys, `(..., T, D)`.
-        cos, sin: `(T, D)` in fp32, from `rope_tables`; the first half of sin is negative.
+        cos: `(T, D)` in fp32, from `rope_tables`.
+        sin: `(T, D)` in fp32, from `rope_tables`. Its first half is negative.
 
     Returns:
-        The shape and dtype of x; computed in fp32.
+        Tensor with the shape and dtype of x, computed in fp32.
     """
-    # Rolling by half a head puts each element's partner in its place: five kernels, where turning
-    # the halves apart takes eight, and as many less in backward. In eager mode launches are what
-    # this costs.
+    # Rolling by half a head puts each element's partner in its place. This takes five launches,
+    # where rotating the halves separately takes eight, and backward also saves three. In eager mode
+    # launches are the cost of this operation.
     return (x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin).to(x.dtype)
 
 
@@ -364,9 +388,8 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     model's `forward`: a loss computed by another method would bypass them.
     """
     logits = logits_BTV.flatten(0, -2)
-    return F.cross_entropy(
-        logits.to(torch.promote_types(logits.dtype, torch.float32)), targets_BT.flatten()
-    )
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.to(wide), targets_BT.flatten())
 
 
 def linear_cross_entropy(x_BTd: Tensor, weight_Vd: Tensor, targets_BT: Tensor) -> Tensor:
@@ -406,10 +429,8 @@ def _triton_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 def _triton_linear_cross_entropy(x_BTd: Tensor, weight_Vd: Tensor, targets_BT: Tensor) -> Tensor:
     """Return `linear_cross_entropy` with the logits of some rows in memory at a time.
 
-    The forward also makes the gradients.
-
-    It is not used in fp16: loss scaling comes with the upstream gradient, too late for gradients
-    that exist already.
+    The forward also makes the gradients. In fp16 the kernel is not used: the loss scale comes with
+    the upstream gradient, too late for gradients that exist already.
     """
     from kernels.linear_cross_entropy import linear_cross_entropy as fused
 
@@ -422,17 +443,27 @@ def _triton_ops(attention: Attention) -> Ops:
     """Return this lab's kernels. Without Triton, as on a CPU, they compute in plain torch."""
     from kernels import rmsnorm, rope, swiglu
 
-    losses = _triton_cross_entropy, _triton_linear_cross_entropy
-    return Ops(attention, rmsnorm.rms_norm, rmsnorm.add_rms_norm, swiglu.swiglu, rope.rope, *losses)
+    return Ops(
+        attention=attention,
+        rms_norm=rmsnorm.rms_norm,
+        add_rms_norm=rmsnorm.add_rms_norm,
+        swiglu=swiglu.swiglu,
+        rope=rope.rope,
+        cross_entropy=_triton_cross_entropy,
+        linear_cross_entropy=_triton_linear_cross_entropy,
+    )
 
 
-# Operations whose launches torch.compile replaces by its own: fused with what stands around them
-# they cost nothing. Measured by `distlab run model_comparison`, see docs/results/kernels.md.
+# Operations that torch.compile fuses with the operations around them, where they cost nothing.
+# Measured by `distlab run model_comparison`, see docs/results/kernels.md.
 INDUCTORS = ("rms_norm", "add_rms_norm", "swiglu", "rope")
 
 
 def _auto(name: str, ours: Callable, torchs: Callable) -> Callable:
-    """Ours on a GPU, except in compiled code if Inductor's is the faster; torch's elsewhere."""
+    """Return an operation that calls `ours` on a GPU, and `torchs` elsewhere.
+
+    In compiled code it leaves the operations of `INDUCTORS` to Inductor, which is faster there.
+    """
     left_to_inductor = name in INDUCTORS
 
     def operation(x: Tensor, *args: object) -> object:
@@ -443,7 +474,8 @@ def _auto(name: str, ours: Callable, torchs: Callable) -> Callable:
     return operation
 
 
-# of query and key, over batch and heads: below, a call of ours is bound by the host
+# Number of pairs of query and key, over batch and heads, below which a call of our kernel is
+# host-bound.
 LEAST_PAIRS = 2**28
 
 
@@ -454,13 +486,16 @@ def attention_source(shape: Sequence[int], dtype: torch.dtype, *, hopper: bool) 
     bf16; see docs/results/flash_attention.md.
     """
     batch, heads, length, head_dim = shape
-    served = head_dim in (64, 80, 96, 128, 192, 256) and dtype in (torch.float16, torch.bfloat16)
-    return (
-        "flash" if hopper and served and batch * heads * length * length >= LEAST_PAIRS else "sdpa"
-    )
+    is_fast_width = head_dim in (64, 80, 96, 128, 192, 256)
+    is_fast_dtype = dtype in (torch.float16, torch.bfloat16)
+    is_large = batch * heads * length * length >= LEAST_PAIRS
+    if hopper and is_fast_width and is_fast_dtype and is_large:
+        return "flash"
+    return "sdpa"
 
 
 def _on_hopper() -> bool:
+    """Return True if the current GPU is a Hopper."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
@@ -472,22 +507,29 @@ def _auto_attention() -> Attention:
 
     def attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
         source = attention_source(q_BHTD.shape, q_BHTD.dtype, hopper=q_BHTD.is_cuda)
-        return (flash if source == "flash" else sdpa)(q_BHTD, k_BKTD, v_BKTD)
+        if source == "flash":
+            return flash(q_BHTD, k_BKTD, v_BKTD)
+        return sdpa(q_BHTD, k_BKTD, v_BKTD)
 
     return attention
 
 
 def sources(config: ModelConfig, batch: int, dtype: torch.dtype, compile: str) -> dict[str, str]:
     """Return each operation's source on this GPU: naive, sdpa, flash, torch, inductor or triton."""
-    torchs = {name: "torch" if compile == "off" else "inductor" for name in INDUCTORS}
-    ours = dict.fromkeys((*INDUCTORS, "cross_entropy"), "triton")
-    chosen = {"torch": torchs | {"cross_entropy": "torch"}, "triton": ours}
-    chosen["auto"] = ours if compile == "off" else ours | torchs
     attention = config.attention
     if attention == "auto":
         shape = batch, config.num_heads, config.context_length, config.head_dim
         attention = attention_source(shape, dtype, hopper=_on_hopper())
-    return {"attention": attention} | chosen[config.ops]
+    fused = "triton"  # source of the operations of `INDUCTORS`
+    if config.ops == "torch":
+        fused = "torch" if compile == "off" else "inductor"
+    elif config.ops == "auto" and compile != "off":
+        fused = "inductor"
+    found = {"attention": attention}
+    for name in INDUCTORS:
+        found[name] = fused
+    found["cross_entropy"] = "torch" if config.ops == "torch" else "triton"
+    return found
 
 
 def get_ops(attention: str = "sdpa", ops: str = "torch") -> Ops:
@@ -505,33 +547,33 @@ def get_ops(attention: str = "sdpa", ops: str = "torch") -> Ops:
         ValueError: no such implementation, or one that cannot run here; the message says what to
             choose.
     """
-    attentions = {
-        "naive": lambda: naive_attention,
-        "sdpa": lambda: sdpa,
-        "flash": _flash_attention,
-        "auto": _auto_attention,
-    }
-    for name, value, allowed in (
-        ("attention", attention, tuple(attentions)),
-        ("ops", ops, OPS_CHOICES),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{name}={value!r}: choose one of {', '.join(allowed)}")
-    function = attentions[attention]()
+    if attention not in ATTENTION_CHOICES:
+        raise ValueError(f"attention={attention!r}: choose one of {', '.join(ATTENTION_CHOICES)}")
+    if ops not in OPS_CHOICES:
+        raise ValueError(f"ops={ops!r}: choose one of {', '.join(OPS_CHOICES)}")
+    if attention == "naive":
+        function = naive_attention
+    elif attention == "sdpa":
+        function = sdpa
+    elif attention == "flash":
+        function = _flash_attention()
+    else:
+        function = _auto_attention()
     torchs = Ops(
-        function, rms_norm, add_rms_norm, swiglu, rope, cross_entropy, linear_cross_entropy
+        attention=function,
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        swiglu=swiglu,
+        rope=rope,
+        cross_entropy=cross_entropy,
+        linear_cross_entropy=linear_cross_entropy,
     )
     if ops == "torch":
         return torchs
     ours = _triton_ops(function)
     if ops == "triton":
         return ours
-    names = [
-        field.name
-        for field in fields(Ops)
-        if field.default is MISSING and field.name != "attention"
-    ]
-    return Ops(
-        function,
-        **{name: _auto(name, getattr(ours, name), getattr(torchs, name)) for name in names},
-    )
+    faster = {}
+    for name in (*INDUCTORS, "cross_entropy", "linear_cross_entropy"):
+        faster[name] = _auto(name, getattr(ours, name), getattr(torchs, name))
+    return replace(torchs, **faster)

@@ -1,14 +1,14 @@
-"""Policy of a recomputed block: what it keeps in addition to its input.
+"""Policy of a recomputed block: the tensors that it keeps in addition to its input.
 
 It is a policy of torch's selective activation checkpointing.
 
-Backward recomputes a block's forward up to the last operation whose inputs it needs. What is kept
-is taken from memory in its place there: attention (by far the most arithmetic per byte), then
-matmuls (all alike: d_model multiply-adds per element). Everything else (norms, rotation, SwiGLU's
+Backward recomputes a block's forward up to the last operation whose inputs it needs. Kept results
+are not recomputed: attention's first, which has by far the most arithmetic per byte, then those of
+matmuls, with d_model multiply-adds per element each. Everything else (norms, rotation, SwiGLU's
 element-wise part) costs little, and is always recomputed.
 
-The policy sees the operators that a dispatch mode sees: torch's own, this lab's kernels by their
-registered names.
+The policy sees the operators that a dispatch mode sees: torch's own, and this lab's kernels by
+their registered names.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from distlab.model.config import KEPT
 
-# They return the output and the log-sum-exp.
+# Operators of attention. They return the output and the log-sum-exp.
 ATTENTION = {
     "distlab_kernels::flash_attention_forward",
     "aten::_scaled_dot_product_flash_attention",
@@ -26,14 +26,15 @@ ATTENTION = {
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
 }
-MATMULS = ("qkv", "output", "gate-up", "gate-up", "w2")  # of a block, as they run
+MATMULS = ("qkv", "output", "gate-up", "gate-up", "w2")  # matmuls of a block, as they run
 
 
 def contexts(keep: str) -> tuple[Any, Any]:
     """Return the `context_fn` of a block's checkpoint for an entry of `config.RECOMPUTATION`."""
     every_other = keep == "selective"
     kept = ("attention",) if every_other else KEPT[: KEPT.index(keep) + 1]
-    matmuls = Counter()  # so far, in forward and in recomputation
+    # is_recompute → number of matmuls so far, to know each by its position
+    matmuls = Counter()
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = operator._schema.name if hasattr(operator, "_schema") else ""

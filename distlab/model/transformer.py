@@ -1,17 +1,16 @@
-"""A decoder-only Transformer language model, written for what happens around it.
+"""A decoder-only Transformer language model, with guarantees for the strategies that wrap it.
 
     tokens_BT → embedding → N × [ x + attention(norm(x)); x + swiglu(norm(x)) ] → norm → head →
     logits_BTV
 
-What a strategy may rely on, and tests hold:
+A strategy may rely on these properties, and tests check them:
 
 - *Registration order is execution order*, so that gradients become ready in exactly the reverse of
   `parameters()`: buckets filled backwards leave in the order in which they are complete.
-- *No buffers.* The rotary tables are computed once per forward and handed down; torch DDP
-  broadcasts buffers on every forward, which would show up as communication that no strategy asked
-  for.
-- *Blocks are the children of one `nn.ModuleList`* named `blocks`, the unit that sharding gathers;
-  every parameter is used by the `forward` of the module that owns it.
+- *No buffers.* The rotary tables are computed once per forward and passed to the blocks. torch DDP
+  broadcasts buffers on every forward, which would be communication that no strategy asked for.
+- *Blocks are the children of one `nn.ModuleList`* named `blocks`, the unit that sharding gathers.
+  Every parameter is used by the `forward` of the module that owns it.
 - *Initialisation depends on the seed alone*, never on the rank or on what was drawn before.
 
 Shapes: `B` batch, `T` sequence, `d` d_model, `f` d_ff, `H` heads, `K` heads of keys and values, `D`
@@ -34,11 +33,13 @@ from distlab.model.recompute import contexts
 
 
 class Split(NamedTuple):
-    """Way for ranks to share a matrix: the dimension to cut, and the sizes to cut equally.
+    """Rule by which ranks share a matrix.
 
-    Sizes count units of `unit` rows.
-
-    `what` names the units in messages.
+    Attributes:
+        dim: dimension to cut.
+        sizes: sizes of the parts of this dimension, each of which is cut equally, in units.
+        unit: number of rows of a unit.
+        what: name of the units, for messages.
     """
 
     dim: int
@@ -103,7 +104,7 @@ class RMSNorm(nn.Module):
     With a second tensor, `(x, residual) -> (norm(x + residual), x + residual)`.
     """
 
-    # for FSDP: the fp32 weight may meet inputs in another dtype, which the outputs keep
+    # FSDP reads this: the fp32 weight may be used with inputs in another dtype, which outputs keep.
     takes_mixed_dtypes = True
 
     def __init__(self, width: int, eps: float, ops: Ops, **factory) -> None:
@@ -123,22 +124,20 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, ops: Ops, **factory) -> None:
         super().__init__()
-        self.num_heads, self.kv_heads, self.head_dim = (
-            config.num_heads,
-            config.kv_heads,
-            config.head_dim,
-        )
+        self.num_heads = config.num_heads
+        self.kv_heads = config.kv_heads
+        self.head_dim = config.head_dim
         self.ops = ops
         self.qkv = Linear(config.d_model, config.d_model + 2 * config.kv_width, **factory)
         self.output = Linear(config.d_model, config.d_model, **factory)
 
     def forward(self, x_BTd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         qkv_BTHD = self.qkv(self.ops.enter(x_BTd)).unflatten(-1, (-1, self.head_dim))
-        # of this rank, where several share the heads
+        # Numbers of heads on this rank. Ranks of tensor parallelism share the heads.
         K = qkv_BTHD.shape[2] // (self.num_heads // self.kv_heads + 2)
         H = qkv_BTHD.shape[2] - 2 * K
-        # Queries and keys are rotated together: half the launches. Splitting once keeps backward at
-        # one concatenation.
+        # Rotating queries and keys together takes half the launches. A single split takes a single
+        # concatenation in backward.
         qk_BHTD, v_BKTD = qkv_BTHD.transpose(1, 2).split([H + K, K], dim=1)
         q_BHTD, k_BKTD = self.ops.rope(qk_BHTD, cos, sin).split([H, K], dim=1)
         out_BHTD = self.ops.attention(q_BHTD, k_BKTD, v_BKTD)
@@ -182,10 +181,20 @@ class Block(nn.Module):
     def forward(self, x_BTd: Tensor, cos: Tensor, sin: Tensor, keep: str = "none") -> Tensor:
         if keep == "none":
             return self._layer(x_BTd, cos, sin)
-        how = {} if keep == "block" else {"context_fn": partial(contexts, keep)}
+        # Only dropout draws random numbers, and saving the generators' states takes time.
         draws = self.dropout.p > 0
+        if keep == "block":
+            return checkpoint(
+                self._layer, x_BTd, cos, sin, use_reentrant=False, preserve_rng_state=draws
+            )
         return checkpoint(
-            self._layer, x_BTd, cos, sin, use_reentrant=False, preserve_rng_state=draws, **how
+            self._layer,
+            x_BTd,
+            cos,
+            sin,
+            use_reentrant=False,
+            preserve_rng_state=draws,
+            context_fn=partial(contexts, keep),
         )
 
     def _layer(self, x_BTd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -212,8 +221,9 @@ class TransformerLM(nn.Module):
     Dropout draws from torch's global generator: seed that one per rank.
 
     Attributes:
-        num_blocks, width: sizes of the whole model, also if a rank of a pipeline keeps only some
-            blocks (`keep_blocks`).
+        num_blocks: number of blocks of the whole model, also if a rank of a pipeline keeps only
+            some (`keep_blocks`).
+        width: width of the residual stream.
 
     Raises:
         ValueError: from `forward`, for tokens that are not `(B, T)` or longer than
@@ -240,7 +250,9 @@ class TransformerLM(nn.Module):
         self.norm = RMSNorm(config.d_model, config.norm_eps, ops, **factory)
         self.head = Head(config.d_model, config.vocab_size, ops, **factory)
         self._tie()
-        self.num_blocks, self.width = config.num_layers, config.d_model
+        self.num_blocks = config.num_layers
+        self.width = config.d_model
+        # Of the whole model: `reset_parameters` also draws the values of blocks that are dropped.
         self._shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
         self.reset_parameters(seed)
 
@@ -264,8 +276,9 @@ class TransformerLM(nn.Module):
         """
         if tokens_BT.ndim != 2 or tokens_BT.shape[1] > self.config.context_length:
             raise ValueError(
-                f"tokens of shape {tuple(tokens_BT.shape)}: expected (batch, sequence) with sequence at most "
-                f"context_length={self.config.context_length}; cut it, or raise context_length in the config"
+                f"tokens of shape {tuple(tokens_BT.shape)}: expected (batch, sequence) with "
+                f"sequence at most context_length={self.config.context_length}; cut it, or raise "
+                "context_length in the config"
             )
         config = self.config
         blocks = range(config.num_layers) if blocks is None else blocks
@@ -273,13 +286,16 @@ class TransformerLM(nn.Module):
         cos, sin = rope_tables(positions_T, config.head_dim, config.rope_theta)
         x_BTd = self.dropout(self.embedding(tokens_BT)) if x is None else x
         choice = self.checkpoint_blocks if torch.is_grad_enabled() else "none"
-        held, levels = dict(self.blocks.named_children()), kept_levels(choice, config.num_layers)
-        running = [(held[str(number)], levels[number]) for number in blocks]
+        levels = kept_levels(choice, config.num_layers)
+        block_by_number = dict(self.blocks.named_children())  # of a pipeline's rank: some of them
+        running = [(block_by_number[str(number)], levels[number]) for number in blocks]
         x_BTd = _run_blocks(running, checkpoint_group(choice), x_BTd, cos, sin)
         if blocks.stop < config.num_layers:
             return x_BTd
         x_BTd = self.norm(x_BTd)
-        return self.head(x_BTd) if targets_BT is None else self.head(x_BTd, targets_BT)
+        if targets_BT is None:
+            return self.head(x_BTd)
+        return self.head(x_BTd, targets_BT)
 
     @torch.no_grad()
     def reset_parameters(self, seed: int = 0) -> None:
@@ -293,28 +309,28 @@ class TransformerLM(nn.Module):
         differ from each other. On meta nothing happens. If a rank keeps only some blocks, the
         values of the others are drawn and dropped.
         """
-        held = {
-            name.replace("_orig_mod.", ""): parameter for name, parameter in self.named_parameters()
-        }
-        device, dtype = (getattr(next(iter(held.values())), kind) for kind in ("device", "dtype"))
+        held = {}
+        for name, parameter in self.named_parameters():
+            # torch.compile puts a module of this name around a block
+            held[name.replace("_orig_mod.", "")] = parameter
+        first = next(iter(held.values()))
+        device, dtype = first.device, first.dtype
         if device.type == "meta":
             return
         generator = torch.Generator(device=device).manual_seed(seed)
         residual_std = 0.02 / math.sqrt(2 * self.config.num_layers)
         for name, shape in self._shapes.items():
-            if len(shape) == 1:
-                if name in held:
-                    held[name].fill_(1.0)
-            else:
-                parameter = (
-                    held[name] if name in held else torch.empty(shape, dtype=dtype, device=device)
-                )
-                writes_residual = name.endswith(
-                    ("attention.output.weight", "feed_forward.w2.weight")
-                )
-                parameter.normal_(
-                    0.0, residual_std if writes_residual else 0.02, generator=generator
-                )
+            parameter = held.get(name)
+            if len(shape) == 1:  # a norm
+                if parameter is not None:
+                    parameter.fill_(1.0)
+                continue
+            if parameter is None:
+                # Drawn and dropped: the generator must move as on a rank that has this block.
+                parameter = torch.empty(shape, dtype=dtype, device=device)
+            writes_residual = name.endswith(("attention.output.weight", "feed_forward.w2.weight"))
+            std = residual_std if writes_residual else 0.02
+            parameter.normal_(0.0, std, generator=generator)
 
     def splits(self) -> dict[str, Split]:
         """Return name → `Split` of each matrix that ranks can share. Vectors stay whole.
@@ -322,22 +338,26 @@ class TransformerLM(nn.Module):
         A tied matrix has one entry.
         """
         config = self.config
-        heads, width = (config.num_heads, config.kv_heads, config.kv_heads), config.head_dim
+        width = config.head_dim
+        query_heads = (config.num_heads,)
+        qkv_heads = (config.num_heads, config.kv_heads, config.kv_heads)
         columns = Split(0, (config.d_ff,), 1, "columns of the feed-forward layer")
         rows_of = {
-            "attention.qkv": Split(0, heads, width, "attention heads"),
-            "attention.output": Split(1, heads[:1], width, "attention heads"),
+            "attention.qkv": Split(0, qkv_heads, width, "attention heads"),
+            "attention.output": Split(1, query_heads, width, "attention heads"),
             "feed_forward.w1": columns,
             "feed_forward.w3": columns,
             "feed_forward.w2": columns._replace(dim=1),
         }
         vocabulary = Split(0, (config.vocab_size,), 1, "words of the vocabulary")
         found = {"embedding.weight": vocabulary, "head.weight": vocabulary}
-        for name, _ in self.named_parameters():  # as a compiled block has it, too
+        names = [name for name, _ in self.named_parameters()]  # without a tied head
+        for name in names:
+            # The last two parts before `weight`, which are the same in a compiled block.
             layer = ".".join(name.split(".")[-3:-1])
             if layer in rows_of:
                 found[name] = rows_of[layer]
-        return {name: found[name] for name, _ in self.named_parameters() if name in found}
+        return {name: found[name] for name in names if name in found}
 
     def keep_blocks(self, kept: Sequence[range]) -> None:
         """Keep the part of the model that a rank of a pipeline has: some blocks.
@@ -348,19 +368,22 @@ class TransformerLM(nn.Module):
         Raises:
             ValueError: the head shares the embedding's matrix, which is on another rank.
         """
-        numbers = {number for each in kept for number in each}
-        first, last = 0 in numbers, self.config.num_layers - 1 in numbers
+        numbers: set[int] = set()
+        for blocks in kept:
+            numbers.update(blocks)
+        has_first = 0 in numbers
+        has_last = self.config.num_layers - 1 in numbers
         if self.config.tie_embeddings:
             raise ValueError(
-                "pipeline: the head shares the embedding's matrix, and they are on different ranks: set "
-                "tie_embeddings to False"
+                "pipeline: the head shares the embedding's matrix, and they are on different "
+                "ranks: set tie_embeddings to False"
             )
         for number in set(range(self.config.num_layers)) - numbers:
-            # not `del self.blocks[number]`, which numbers the others anew
+            # `del self.blocks[number]` would renumber the others.
             del self.blocks._modules[str(number)]
-        if not first:
+        if not has_first:
             self.embedding = None
-        if not last:
+        if not has_last:
             self.norm = self.head = None
 
     def put_off_weights(self, put_off: PutOff) -> None:
@@ -374,8 +397,9 @@ class TransformerLM(nn.Module):
         """
         if checkpoint_group(self.checkpoint_blocks):
             raise ValueError(
-                "zero-bubble keeps the inputs of matrices until their gradients are made, and recomputation exists to "
-                "keep them shorter: take 1f1b or interleaved, or no recomputation"
+                "zero-bubble keeps the inputs of matrices until their gradients are made, and "
+                "recomputation exists to keep them shorter: take 1f1b or interleaved, or no "
+                "recomputation"
             )
         for module in self.blocks.modules():
             if isinstance(module, Linear):
@@ -396,8 +420,7 @@ class TransformerLM(nn.Module):
             self.head.weight = self.embedding.weight
 
     def _apply(self, fn, recurse: bool = True):
-        # Leaving meta (`to_empty`) makes a new Parameter per owner, which would silently untie the
-        # head.
+        # Leaving meta (`to_empty`) makes a new Parameter per owner, which would untie the head.
         super()._apply(fn, recurse)
         self._tie()
         return self
@@ -406,7 +429,15 @@ class TransformerLM(nn.Module):
 def _run_blocks(
     blocks: Sequence[tuple[Block, str]], group: int, x_BTd: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """Run the blocks in order, each with what it keeps, or in groups that backward recomputes."""
+    """Run the blocks in order.
+
+    Args:
+        blocks: (block, entry of `RECOMPUTATION` that says what it keeps) in order.
+        group: number of blocks that backward recomputes together, 0 for none.
+        x_BTd: input of the first block.
+        cos: rotary table.
+        sin: rotary table.
+    """
     if group <= 1:
         for block, keep in blocks:
             x_BTd = block(x_BTd, cos, sin, keep if group else "none")

@@ -1,4 +1,4 @@
-"""The names of `distlab.parallel` for editors and the documentation, which do not run `__getattr__`."""
+"""Names of `distlab.parallel` for editors and the documentation, which do not run `__getattr__`."""
 
 from distlab.parallel.bucketed import BucketedDDP as BucketedDDP
 from distlab.parallel.build import Strategy as Strategy

@@ -188,7 +188,8 @@ def prediction_error(
 
 def noise_by_row(records: Records) -> str:
     """Return a headline `noise by row 1.2 to 5.0 %`, or nothing if no row has noise."""
-    found = [noise for record in records if (noise := noise_of(record.metrics)) is not None]
+    noises = [noise_of(record.metrics) for record in records]
+    found = [noise for noise in noises if noise is not None]
     if not found:
         return ""
     low, high = f"{min(found):.1f}", f"{max(found):.1f}"
@@ -238,5 +239,8 @@ NOISE = sparse_column(
     "noise ± %",
     ".1f",
     derived=lambda record: noise_of(record.metrics),
-    about="noise of the row: the larger of half its spread from p20 to p80 and what it measures against itself",
+    about=(
+        "noise of the row: the larger of half its spread from p20 to p80 and what it measures "
+        "against itself"
+    ),
 )

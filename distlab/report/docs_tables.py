@@ -47,7 +47,8 @@ def redraw_pages(
         if new != old:
             stale = True
             print(
-                f"{page.relative_to(root)}: {'out of date; run make tables' if check else 'redrawn'}"
+                f"{page.relative_to(root)}: "
+                f"{'out of date; run make tables' if check else 'redrawn'}"
             )
             if not check:
                 page.write_text(new, encoding="utf-8")
@@ -74,10 +75,11 @@ def records_of(source: str, root: Path) -> list[Record]:
     path, variants, key, values, _ = SOURCE.fullmatch(source).groups()
     records = read_json(root / path)
     commits = dict.fromkeys(record.commit or "unknown" for record in records)
-    if dirty := [commit for commit in commits if commit.endswith("-dirty")]:
+    dirty = [commit for commit in commits if commit.endswith("-dirty")]
+    if dirty:
         raise ValueError(
-            f"{path} is of code that was never committed ({', '.join(dirty)}), and a page shows records of a clean "
-            "commit: commit, then measure it again with distlab records"
+            f"{path} is of code that was never committed ({', '.join(dirty)}), and a page shows "
+            "records of a clean commit: commit, then measure it again with distlab records"
         )
     for chosen, what, of in (
         (variants, "variants", lambda record: record.variant),

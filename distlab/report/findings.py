@@ -51,12 +51,15 @@ def why_unclear(records: Records, name: str, remedy: str = MORE_ROUNDS) -> str:
         name: metric of the ratio.
         remedy: noun phrase after "try".
     """
-    intervals = [found for record in records if (found := interval_of(record, name)) is not None]
+    found = [interval_of(record, name) for record in records]
+    intervals = [interval for interval in found if interval is not None]
     if not intervals:
         return f"There is no interval: try {remedy}."
-    # How far the interval reaches from the ratio, to the side where it reaches further.
-    noise = max(
-        100 * max(each.high / each.ratio - 1, 1 - each.low / each.ratio) for each in intervals
-    )
+    noise = 0.0
+    for interval in intervals:
+        # Distance from the ratio to the end of the interval that is further away.
+        above = interval.high / interval.ratio - 1
+        below = 1 - interval.low / interval.ratio
+        noise = max(noise, 100 * max(above, below))
     digits = 1 if noise < 10 else 0
     return f"Noise is up to ± {noise:,.{digits}f} %: try {remedy}."

@@ -105,10 +105,13 @@ def _table(records: Records, columns: Sequence[Column]) -> dict[str, Any]:
     Each column has (title, True if aligned left, description), and each cell (text, number to sort
     by).
     """
-    rows = [
-        [(c.text(record), value if is_number(value := c.value(record)) else None) for c in columns]
-        for record in records
-    ]
+    rows = []
+    for record in records:
+        cells = []
+        for column in columns:
+            value = column.value(record)
+            cells.append((column.text(record), value if is_number(value) else None))
+        rows.append(cells)
     return {
         "head": [(column.title, column.stands_left, column.about) for column in columns],
         "rows": rows,
@@ -116,12 +119,11 @@ def _table(records: Records, columns: Sequence[Column]) -> dict[str, Any]:
 
 
 def _setup(machine: str, records: Records) -> dict[str, Any]:
-    """One machine: hardware, versions, commit, command, and what all its records have in common."""
-    config, known = records[0].config, records[0].environment
-    count, backend = (
-        config.get("world_size") or known.get("device_count") or 1,
-        config.get("backend"),
-    )
+    """Return hardware, versions, commit, command and common options of one machine's records."""
+    config = records[0].config
+    known = records[0].environment
+    count = config.get("world_size") or known.get("device_count") or 1
+    backend = config.get("backend")
     versions = {
         "torch": "torch",
         "Triton": "triton",
@@ -131,8 +133,8 @@ def _setup(machine: str, records: Records) -> dict[str, Any]:
     }
     facts = {
         "device": f"{count} × {machine}" + (f" ({backend})" if backend else ""),
-        "CPU": f"{known.get('cpu_model') or 'unknown'}, {known.get('cpu_cores') or '?'} usable cores, "
-        f"threads per process: {known.get('cpu_threads_per_rank') or '?'}",
+        "CPU": f"{known.get('cpu_model') or 'unknown'}, {known.get('cpu_cores') or '?'} usable "
+        f"cores, threads per process: {known.get('cpu_threads_per_rank') or '?'}",
         "versions": ", ".join(
             f"{label} {known[key]}" for label, key in versions.items() if known.get(key)
         ),

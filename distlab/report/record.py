@@ -122,7 +122,8 @@ def from_fields(cls: type, data: Any, source: Any = "file") -> Any:
     kinds = typing.get_type_hints(cls)
     if not isinstance(data, Mapping) or set(data) != set(kinds):
         raise ValueError(
-            f"{source}: a {cls.__name__.lower()} has the fields {sorted(kinds)}, got {str(data)[:80]}"
+            f"{source}: a {cls.__name__.lower()} has the fields {sorted(kinds)}, got "
+            f"{str(data)[:80]}"
         )
     for name, kind in kinds.items():
         if not isinstance(
@@ -210,20 +211,26 @@ def read_json(path: str | Path) -> list[Record]:
 
 
 def _as_now(record: Record) -> Record:
-    """Give a record the names of now."""
+    """Return a record with the present names of experiments and metrics."""
     experiment = record.experiment
-    metrics = {
-        next((old.sub(new, name) for old, new in RENAMED if old.search(name)), name): value
-        for name, value in record.metrics.items()
-    }
+    metrics = {_present_name(name): value for name, value in record.metrics.items()}
     for old, new in TURNED.get(experiment, {}).items():
         for kind in ("", "predicted_"):
-            if (value := metrics.pop(kind + old, None)) is not None:
+            value = metrics.pop(kind + old, None)
+            if value is not None:
                 metrics[kind + new] = 1 / value
     config = record.config | SAID_NOW.get(experiment, {})
     return dataclasses.replace(
         record, experiment=MERGED.get(experiment, experiment), config=config, metrics=metrics
     )
+
+
+def _present_name(name: str) -> str:
+    """Return the present name of a metric, by the first entry of `RENAMED` that fits."""
+    for old, new in RENAMED:
+        if old.search(name):
+            return old.sub(new, name)
+    return name
 
 
 @contextlib.contextmanager
@@ -242,8 +249,8 @@ def reading(sources: Sequence[str | Path]) -> Iterator[None]:
                 raise
             raise ValueError(f"{', '.join(names)}: {error}") from error
         raise ValueError(
-            f"{', '.join(names)}: a record lacks what is needed of it ({type(error).__name__}: {error}); "
-            "it was written by another version, or changed by hand"
+            f"{', '.join(names)}: a record lacks what is needed of it ({type(error).__name__}: "
+            f"{error}); it was written by another version, or changed by hand"
         ) from error
 
 

@@ -82,7 +82,8 @@ class View:
         tables = self.tables(records)
         if only:
             known = dict.fromkeys(column.name for _, _, columns in tables for column in columns)
-            if unknown := [name for name in only if name not in known]:
+            unknown = [name for name in only if name not in known]
+            if unknown:
                 raise ValueError(f"no column {', '.join(unknown)}; there are {', '.join(known)}")
             tables = [
                 (part, group, [c for c in columns if c.name in ("variant", *only)])
@@ -147,8 +148,8 @@ def headline_from(template: str, **more: Callable[[Records], Any]) -> Callable[[
             return _Words().vformat(template, (), known)
         except KeyError as missing:
             raise ValueError(
-                f"the headline of {records[0].experiment} names {missing}, which its records do not "
-                f"hold; they hold {', '.join(sorted(known))}"
+                f"the headline of {records[0].experiment} names {missing}, which its records do "
+                f"not hold; they hold {', '.join(sorted(known))}"
             ) from None
 
     return headline
@@ -189,7 +190,9 @@ FILES = {
     "records.json": "every number; `distlab show` and `distlab compare` read it",
     "records.csv": "the same as a table, for a spreadsheet or pandas",
     "metrics.jsonl": "the loss of every step",
-    "trace_*": "a timeline: open it at https://ui.perfetto.dev (Open trace file), or in chrome://tracing",
+    "trace_*": (
+        "a timeline: open it at https://ui.perfetto.dev (Open trace file), or in chrome://tracing"
+    ),
     "parts/*/report.html": "a part of this run",
 }
 
@@ -214,8 +217,8 @@ def check_records(view: View, records: Records) -> None:
     others = {record.experiment for record in records} - {view.name}
     if others:
         raise ValueError(
-            f"records of {', '.join(sorted(others))} cannot be shown as {view.name}: give runs of one "
-            "experiment"
+            f"records of {', '.join(sorted(others))} cannot be shown as {view.name}: give runs of "
+            "one experiment"
         )
 
 

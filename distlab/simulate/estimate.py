@@ -655,8 +655,8 @@ class MachineOptions(ModelChanges):
         """
         if self.attention == "naive":
             raise ValueError(
-                "attention='naive': its time has no closed form; choose sdpa, flash or auto, or run its operators: "
-                "distlab run plan --timeline --attention naive"
+                "attention='naive': its time has no closed form; choose sdpa, flash or auto, or "
+                "run its operators: distlab run plan --timeline --attention naive"
             )
         return "fused" if self.compile != "off" else None
 

@@ -63,7 +63,11 @@ def build_training(
         checkpointing: recomputation of the Transformer's blocks, as `checkpoint_blocks` of
             `TransformerLM`.
         compile: form of compilation, see `distlab.train.step.compiled`.
-        compute_dtype, bucket_size_mb, shard_size, keep_gathered, layout: as in `Strategy.build`.
+        compute_dtype: as in `Strategy.build`, like the next four.
+        bucket_size_mb: MiB per bucket.
+        shard_size: ranks in a shard group.
+        keep_gathered: True to keep gathered parameters until the end of the step.
+        layout: sizes of the groups of ranks that share the model.
 
     Raises:
         ValueError: as in `Strategy.build` and `TransformerLM`.
@@ -80,17 +84,19 @@ def build_training(
         def init(_: nn.Module) -> None:
             transformer.reset_parameters(seed)
 
+    # Ranks that share sequences compute attention over parts of the keys.
+    parts = Parts(*attention_parts()) if layout.context > 1 else None
     model, optimizer = strategy.build(
         compiled(module, compile),
         group,
         optimizer_cls,
         optimizer_options,
         init=init,
-        # A module that is no preset has its values already.
+        # A user's module is on its device and has its values already.
         device=device if init is not None else None,
         compute_dtype=compute_dtype,
         layout=layout,
-        parts=Parts(*attention_parts()) if layout.context > 1 else None,
+        parts=parts,
         bucket_size_mb=bucket_size_mb,
         shard_size=shard_size,
         keep_gathered=keep_gathered,
@@ -107,13 +113,13 @@ def check_layout(layout: Layout, compile: str, micro_batches: int) -> None:
     SCHEDULES[layout.schedule](layout.pipeline, micro_batches)
     if layout.schedule == "zero-bubble" and compile != "off":
         raise ValueError(
-            "zero-bubble splits the backward of each matrix, which compiled code does not: take --compile off, or "
-            "another schedule"
+            "zero-bubble splits the backward of each matrix, which compiled code does not: take "
+            "--compile off, or another schedule"
         )
     if layout.ranks > 1 and compile == "model":
         raise ValueError(
-            f"layout {layout} sends messages inside of blocks, which a graph of the whole model cannot hold: take "
-            "--compile blocks"
+            f"layout {layout} sends messages inside of blocks, which a graph of the whole model "
+            "cannot hold: take --compile blocks"
         )
 
 
@@ -128,36 +134,35 @@ def check_shared_model(model: ModelConfig, layout: Layout) -> None:
         stage_sizes(model.num_layers, layout.pipeline, layout.schedule, layout.stages)
         if model.tie_embeddings:
             raise ValueError(
-                f"layout {layout}: the head shares the embedding's matrix, which is on another stage: choose a "
-                "layout without pp, or a model whose embeddings are not tied"
+                f"layout {layout}: the head shares the embedding's matrix, which is on another "
+                "stage: choose a layout without pp, or a model whose embeddings are not tied"
             )
     if layout.tensor > 1 and model.dropout > 0:
         raise ValueError(
-            f"layout {layout}: dropout would draw other masks on each rank that shares matrices: give --dropout 0, "
-            "or a layout without tp"
+            f"layout {layout}: dropout would draw other masks on each rank that shares matrices: "
+            "give --dropout 0, or a layout without tp"
         )
-    shares = (
-        ("heads", model.num_heads),
-        ("heads of keys", model.kv_heads),
-        ("rows of the feed-forward matrices", model.d_ff),
-    )
-    for what, size in shares:
+    heads = (("heads", model.num_heads), ("heads of keys", model.kv_heads))
+    for what, size in (*heads, ("rows of the feed-forward matrices", model.d_ff)):
         if size % layout.tensor:
             raise ValueError(
-                f"layout {layout}: {layout.tensor} ranks cannot share {size} {what} evenly: choose a number of tp "
-                f"that divides {size}"
+                f"layout {layout}: {layout.tensor} ranks cannot share {size} {what} evenly: choose "
+                f"a number of tp that divides {size}"
             )
+    # Each rank of a sequence has an early and a late chunk of it, which balances causal attention.
     chunks = 2 * layout.context if layout.context > 1 else 1
-    if model.context_length % (chunks * layout.tensor):
+    equal_parts = chunks * layout.tensor
+    if model.context_length % equal_parts:
         raise ValueError(
             f"layout {layout}: sequences of {model.context_length} tokens cannot be shared in "
-            f"{chunks * layout.tensor} equal parts: give --context a multiple of {chunks * layout.tensor}"
+            f"{equal_parts} equal parts: give --context a multiple of {equal_parts}"
         )
     if layout.attention == "ulysses":
-        for what, size in shares[:2]:
-            heads = size // layout.tensor
-            if heads % layout.context:
+        for what, size in heads:
+            size_per_rank = size // layout.tensor
+            if size_per_rank % layout.context:
                 raise ValueError(
-                    f"layout {layout}: Ulysses lets {layout.context} ranks share {heads} {what}, which is not "
-                    f"possible evenly: take cp{layout.context} (gathered) or cp{layout.context}-ring"
+                    f"layout {layout}: Ulysses lets {layout.context} ranks share {size_per_rank} "
+                    f"{what}, which is not possible evenly: take cp{layout.context} (gathered) or "
+                    f"cp{layout.context}-ring"
                 )

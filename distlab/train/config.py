@@ -13,7 +13,7 @@ from distlab.train.step import OPTIMIZERS
 from distlab.train.token_files import kind_of
 
 TRAINABLE = tuple(name for name, strategy in STRATEGIES.items() if strategy.trains)
-# What decides the sequence of losses, besides the model and the data.
+# Options that decide the sequence of losses, in addition to the model and the data.
 LASTING = (
     "batch",
     "seed",
@@ -46,19 +46,20 @@ class DataConfig(Options):
         super().__post_init__()
         if self.val_data is not None and self.data is None:
             raise ValueError(
-                f"--val-data {self.val_data} needs --data: synthetic tokens have their own validation"
+                f"--val-data {self.val_data} needs --data: synthetic tokens have their own "
+                "validation"
             )
-        files = [Path(path) for path in (self.data, self.val_data) if path is not None]
-        if self.token_dtype is not None and not any(
-            file.suffix.lower() == ".bin" for file in files
-        ):
+        given = [path for path in (self.data, self.val_data) if path is not None]
+        has_bin = any(Path(path).suffix.lower() == ".bin" for path in given)
+        if self.token_dtype is not None and not has_bin:
             raise ValueError(
-                f"--token-dtype {self.token_dtype} is of a .bin: a .npy says its own, and a text's tokens are its bytes"
+                f"--token-dtype {self.token_dtype} is of a .bin: a .npy says its own, and a text's "
+                "tokens are its bytes"
             )
 
     @property
     def is_bytes(self) -> bool:
-        """Return True if the bytes of the file are the tokens.
+        """True if the bytes of the file are the tokens.
 
         Raises:
             OSError, ValueError: as in `kind_of`.
@@ -95,7 +96,8 @@ class TrainConfig(ModelOptions):
     )
     layout: str = option(
         "",
-        "ranks that share a model: tp2 (matrices), cp2 or cp2-ring (sequences), pp2 (blocks), tp2,cp2 [none]",
+        "ranks that share a model: tp2 (matrices), cp2 or cp2-ring (sequences), pp2 (blocks), "
+        "tp2,cp2 [none]",
     )
     stages: tuple[int, ...] = option(
         (), "blocks of each stage of --layout pp2 [equally many]", least=1, kind=int
@@ -123,9 +125,9 @@ class TrainConfig(ModelOptions):
 
     def __post_init__(self) -> None:
         if self.strategy not in TRAINABLE:
-            allowed = (
-                f"{name} (GPUs only)" if STRATEGIES[name].needs_gpu else name for name in TRAINABLE
-            )
+            allowed = []
+            for name in TRAINABLE:
+                allowed.append(f"{name} (GPUs only)" if STRATEGIES[name].needs_gpu else name)
             hint = did_you_mean(self.strategy, TRAINABLE)
             raise ValueError(
                 f"strategy {self.strategy!r} cannot train{hint}; allowed: {', '.join(allowed)}"
@@ -134,14 +136,15 @@ class TrainConfig(ModelOptions):
         check_shard_size(self.shard_size, [self.strategy])
         check_reshard(self.reshard, self.strategy)
         layout = self.ranks_of_model
-        if refusal := self._refusal(layout):
+        refusal = self._refusal(layout)
+        if refusal is not None:
             raise ValueError(refusal)
         check_layout(layout, self.compile, self.accumulate)
         check_shared_model(self.model(), layout)
         if layout.tensor > 1 and self.optimizer == "muon":
             raise ValueError(
-                f"--optimizer muon steps whole matrices, and with layout {layout} ranks have parts of them: take "
-                "adamw, or a layout without tp"
+                f"--optimizer muon steps whole matrices, and with layout {layout} ranks have parts "
+                "of them: take adamw, or a layout without tp"
             )
         if not self.beta2 < 1:
             raise ValueError(f"beta2={self.beta2}: must be at least 0 and below 1")
@@ -152,7 +155,7 @@ class TrainConfig(ModelOptions):
         check_buckets(given, [given.get("strategy", cls.strategy)])
 
     def _refusal(self, layout: Layout) -> str | None:
-        """Return why the strategy cannot train in this layout, in a sentence; None if it can."""
+        """Return why the strategy cannot train in this layout, in a sentence. None if it can."""
         strategy = STRATEGIES[self.strategy]
         refusal = strategy.refusal(layout)
         if refusal is None and strategy.is_peer and layout.tensor > 1:
@@ -160,8 +163,9 @@ class TrainConfig(ModelOptions):
             # dimension. Our checkpoints hold one cut of a parameter, and the run would be lost at
             # its first.
             return (
-                f"{self.strategy} with layout {layout} can be timed (distlab run ddp_bench) and not trained: "
-                "checkpoints cannot hold its parameters. Take fsdp, or leave the layout out"
+                f"{self.strategy} with layout {layout} can be timed (distlab run ddp_bench) and "
+                "not trained: checkpoints cannot hold its parameters. Take fsdp, or leave the "
+                "layout out"
             )
         return refusal
 
@@ -186,26 +190,37 @@ class TrainConfig(ModelOptions):
 
 
 def refuse_other_run(saved: Any, mine: dict[str, Any], where: str) -> None:
-    """Raises ValueError with every option that differs."""
+    """Raise ValueError with every option that differs.
+
+    Args:
+        saved: identity in the checkpoint, as `TrainConfig.identity` made it.
+        mine: identity of this run.
+        where: path of the checkpoint, for the message.
+    """
     if not isinstance(saved, dict):
         raise ValueError(f"{where} does not say which run it belongs to")
-    there, here = _texts(saved), _texts(mine)
-    differences = [
-        f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
-        for name in sorted(there.keys() | here.keys())
-        if there.get(name) != here.get(name)
-    ]
+    there = _texts(saved)
+    here = _texts(mine)
+    differences = []
+    for name in sorted(there.keys() | here.keys()):
+        theirs = there.get(name, "missing")
+        ours = here.get(name, "missing")
+        if theirs != ours:
+            differences.append(f"{name} is {theirs} there and {ours} here")
     if differences:
         raise ValueError(
-            f"{where} belongs to another run: {'; '.join(differences)}. Repeat its options, or pass another "
-            "--name, or --fresh to start over"
+            f"{where} belongs to another run: {'; '.join(differences)}. Repeat its options, or "
+            "pass another --name, or --fresh to start over"
         )
 
 
 def _texts(identity: dict[str, Any]) -> dict[str, str]:
     """Return dotted name → value as text. JSON keeps floats exact, and a bool is not a number."""
-    return {
-        f"{name}.{key}" if key else name: repr(entry)
-        for name, value in identity.items()
-        for key, entry in ((isinstance(value, dict) and value) or {"": value}).items()
-    }
+    texts = {}
+    for name, value in identity.items():
+        if isinstance(value, dict) and value:
+            for key, entry in value.items():
+                texts[f"{name}.{key}"] = repr(entry)
+        else:
+            texts[name] = repr(value)
+    return texts

@@ -1,16 +1,19 @@
 """Tokens, synthetic or from files mapped into memory, and the order in which ranks read them.
 
-    tokens      │ 0 1 2 3 4 5 6 7 8 9 …          a window of T tokens, and the same shifted by one as targets
-    windows     │ window 0   │ window 1   │ …    every token is a target in one window; fewer than T are left over
+    tokens      │ 0 1 2 3 4 5 6 7 8 9 …
+    windows     │ window 0   │ window 1   │ …
+
+A window has T tokens, and the same shifted by one as targets. Every token is a target in one
+window. Fewer than T tokens are left over.
 
 The order is that of one global sequence: epoch after epoch, each a permutation that depends on
 (seed, epoch) alone. Position p of the sequence belongs to step p // batch; ranks take equal,
 disjoint parts of a step. So the data of a step is the same at every world size, each window is read
 once per epoch, and the position *is* the sampler's state.
 
-Synthetic tokens are generated locally, nothing is downloaded: random walks over the vocabulary, a
-pure function of a few numbers, so that every rank reads other data and a restarted run sees what it
-would have seen.
+Synthetic tokens are random walks over the vocabulary, generated locally. They are a pure function
+of a few numbers, so that every rank reads other data and a restarted run sees what it would have
+seen.
 """
 
 import hashlib
@@ -29,7 +32,7 @@ from distlab.comm import RankContext, collectives
 from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.token_files import open_tokens
 
-HELD_OUT = 20  # one token in so many, at the end of the file, is for validation
+HELD_OUT = 20  # one token in 20, at the end of the file, is for validation
 IGNORED = -100  # a target that no loss counts
 BLOCK = 1 << 22  # tokens that are hashed together; part of what a data set's digest means
 
@@ -72,12 +75,17 @@ class SyntheticSequences:
     file = None
 
     def __init__(self, vocab_size: int, context_length: int, seed: int):
-        self.vocab_size, self.context_length, self.seed = vocab_size, context_length, seed
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        self.seed = seed
 
     def rows(self, numbers: Sequence[int]) -> np.ndarray:
         """Return `(len(numbers), T + 1)` int64. The last T of a row are targets of the first T."""
-        sizes = (self.vocab_size, 1, self.context_length)
-        return np.concatenate([random_walks((self.seed, number, 0), *sizes) for number in numbers])
+        rows = []
+        for number in numbers:
+            key = (self.seed, number, 0)
+            rows.append(random_walks(key, self.vocab_size, 1, self.context_length))
+        return np.concatenate(rows)
 
 
 class SyntheticTokens:
@@ -117,17 +125,13 @@ class SyntheticTokens:
         ):
             if value < least:
                 raise ValueError(f"{name}={value}: must be at least {least}")
-        self.vocab_size, self.batch_size, self.context_length = (
-            vocab_size,
-            batch_size,
-            context_length,
-        )
-        self.seed, self.rank, self.branching, self.device = (
-            seed,
-            rank,
-            branching,
-            torch.device(device),
-        )
+        self.vocab_size = vocab_size
+        self.batch_size = batch_size
+        self.context_length = context_length
+        self.seed = seed
+        self.rank = rank
+        self.branching = branching
+        self.device = torch.device(device)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Return the batch of a step, whatever was drawn before.
@@ -141,8 +145,14 @@ class SyntheticTokens:
         """
         if step < 0:
             raise ValueError(f"step={step}: must be 0 or more")
-        key, sizes = (self.seed, self.rank, step), (self.batch_size, self.context_length)
-        return to_batch(random_walks(key, self.vocab_size, *sizes, self.branching), self.device)
+        rows = random_walks(
+            (self.seed, self.rank, step),
+            self.vocab_size,
+            self.batch_size,
+            self.context_length,
+            self.branching,
+        )
+        return to_batch(rows, self.device)
 
 
 class TokenWindows:
@@ -172,18 +182,18 @@ class TokenWindows:
         source: str = "data",
         file: tuple[str, tuple[int, int] | None] | None = None,
     ):
-        self.tokens, self.vocab_size, self.context_length, self.file = (
-            tokens,
-            vocab_size,
-            context_length,
-            file,
-        )
+        self.tokens = tokens
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        self.file = file
         targets = max(len(tokens) - 1, 0)
-        self.count: int = -(-targets // context_length) if ragged else targets // context_length
+        self.count: int = targets // context_length
+        if ragged and targets % context_length:
+            self.count += 1
         if self.count == 0:
             raise ValueError(
-                f"{source}: {len(tokens)} tokens are too few for one window of context_length + 1 = "
-                f"{context_length + 1}: give more data or a smaller --context"
+                f"{source}: {len(tokens)} tokens are too few for one window of context_length + 1 "
+                f"= {context_length + 1}: give more data or a smaller --context"
             )
 
     def rows(self, numbers: Sequence[int]) -> np.ndarray:
@@ -200,7 +210,10 @@ Sequences = SyntheticSequences | TokenWindows
 
 
 def is_unchanged(data: Sequences) -> bool:
-    """Return whether the file of the tokens, if any, is as it was before anything was read."""
+    """Return True if the file of the tokens is as it was before anything was read.
+
+    Tokens in memory never change.
+    """
     return data.file is None or stamp(data.file[0]) == data.file[1]
 
 
@@ -210,7 +223,8 @@ class GlobalOrder:
     Args:
         count: number of sequences per epoch. None for numbers that never end.
         batch: number of sequences per step over all ranks.
-        rank, world_size: number of this rank, and of all ranks.
+        rank: number of this rank, from 0.
+        world_size: number of ranks.
         micro_batches: number of parts of a rank's share.
         seed: seed of the permutations.
 
@@ -230,30 +244,40 @@ class GlobalOrder:
     ):
         if batch % (world_size * micro_batches):
             raise ValueError(
-                f"a batch of {batch} sequences cannot be divided among {world_size} ranks × {micro_batches} "
-                f"micro-batches: make --batch a multiple of {world_size * micro_batches}"
+                f"a batch of {batch} sequences cannot be divided among {world_size} ranks × "
+                f"{micro_batches} micro-batches: make --batch a multiple of "
+                f"{world_size * micro_batches}"
             )
         if count is not None and batch > count:
             raise ValueError(
-                f"the data has {count} windows, too few for one batch of {batch}: give more data, or a smaller "
-                "--batch or --context"
+                f"the data has {count} windows, too few for one batch of {batch}: give more data, "
+                "or a smaller --batch or --context"
             )
-        self.count, self.batch, self.seed = count, batch, seed
-        self.rank, self.world_size, self.micro_batches = rank, world_size, micro_batches
+        self.count = count
+        self.batch = batch
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.micro_batches = micro_batches
 
     def numbers(self, step: int) -> list[list[int]]:
         """Return the sequences of this rank's micro-batches in a step."""
         share = self.batch // self.world_size
         first = step * self.batch + self.rank * share
-        mine = list(range(first, first + share))
-        if (count := self.count) is not None:
-            mine = [int(_permutation(count, self.seed, at // count)[at % count]) for at in mine]
+        mine = []
+        for position in range(first, first + share):
+            if self.count is None:
+                mine.append(position)
+            else:
+                epoch, place = divmod(position, self.count)
+                mine.append(int(_permutation(self.count, self.seed, epoch)[place]))
         size = share // self.micro_batches
         return [mine[start : start + size] for start in range(0, share, size)]
 
 
 @lru_cache(maxsize=2)  # a batch may end one epoch and begin the next
 def _permutation(count: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the order in which an epoch reads its sequences."""
     return np.random.default_rng((seed, epoch)).permutation(count)
 
 
@@ -265,21 +289,26 @@ def examine(
     Shares are whole blocks, so all ranks' digests in rank order are the same at every world size.
 
     Args:
+        tokens: all tokens of a file.
+        vocab_size: number of entries of the model's vocabulary.
+        rank: number of this rank.
+        world_size: number of ranks that share the tokens.
         block: number of tokens per block.
 
     Returns:
-            (SHA-256 of each block of the share, message about the first id out of range or None).
+        (SHA-256 of each block of the share, message about the first id out of range or None).
     """
     blocks = -(-len(tokens) // block)
-    digests, problem = [], None
+    digests = []
+    problem = None
     for number in range(rank * blocks // world_size, (rank + 1) * blocks // world_size):
         part = np.ascontiguousarray(tokens[number * block : (number + 1) * block])
         digests.append(hashlib.sha256(part.view(np.uint8)).hexdigest())
         if problem is None and int(part.max()) >= vocab_size:
             place = int((part >= vocab_size).argmax())
             problem = (
-                f"token {number * block + place} is {int(part[place])}, but the model's vocabulary has {vocab_size} "
-                "entries"
+                f"token {number * block + place} is {int(part[place])}, but the model's vocabulary "
+                f"has {vocab_size} entries"
             )
     return digests, problem
 
@@ -309,12 +338,13 @@ def load(
     """
     model = config.model()
     if data.data is None:
-        seeds = (config.seed, config.seed + 1)
-        train, validate = (
-            SyntheticSequences(model.vocab_size, model.context_length, seed) for seed in seeds
-        )
+        train = SyntheticSequences(model.vocab_size, model.context_length, config.seed)
+        validate = SyntheticSequences(model.vocab_size, model.context_length, config.seed + 1)
         return train, validate, {"kind": "synthetic"}
-    files = [(path, stamp(path)) for path in (data.data, data.val_data or data.data)]
+    # Before anything is read: a file that changes from here on is noticed.
+    train_file = (data.data, stamp(data.data))
+    validation_path = data.val_data or data.data
+    validation_file = (validation_path, stamp(validation_path))
     tokens = open_tokens(data.data, data.token_dtype)
     cut = len(tokens)
     identity = {
@@ -331,18 +361,29 @@ def load(
         held_out = open_tokens(data.val_data, data.token_dtype)
         digest = _digest(data.val_data, held_out, model.vocab_size, context)
         identity |= {"validation": f"{len(held_out)} tokens of a file", "validation_sha256": digest}
-    sizes = (model.vocab_size, model.context_length)
-    source = f"{data.data} ({len(tokens)} tokens, {cut} of them to train on)"
-    train = TokenWindows(tokens[:cut], *sizes, source=source, file=files[0])
-    source = f"{data.val_data or data.data} (for validation)"
-    validate = TokenWindows(held_out, *sizes, ragged=True, source=source, file=files[1])
+    train = TokenWindows(
+        tokens[:cut],
+        model.vocab_size,
+        model.context_length,
+        source=f"{data.data} ({len(tokens)} tokens, {cut} of them to train on)",
+        file=train_file,
+    )
+    validate = TokenWindows(
+        held_out,
+        model.vocab_size,
+        model.context_length,
+        ragged=True,
+        source=f"{validation_path} (for validation)",
+        file=validation_file,
+    )
     return train, validate, identity | {"trained_on": cut}
 
 
 def _digest(path: str, tokens: np.ndarray, vocab_size: int, context: RankContext) -> str:
-    """Return the SHA-256 over those of all blocks.
+    """Return the SHA-256 of the digests of all blocks. Call it on every rank.
 
-    Raises ValueError on every rank for an id that is out of range.
+    Raises:
+        ValueError: on every rank, for an id that is out of range.
     """
     shares = collectives.gather_objects(
         examine(tokens, vocab_size, context.rank, context.world_size), context.group
@@ -350,5 +391,7 @@ def _digest(path: str, tokens: np.ndarray, vocab_size: int, context: RankContext
     for _, problem in shares:
         if problem is not None:
             raise ValueError(f"{path}: {problem}")
-    blocks = [digest for digests, _ in shares for digest in digests]
+    blocks = []
+    for digests, _ in shares:
+        blocks += digests
     return hashlib.sha256("".join(blocks).encode()).hexdigest()

@@ -27,6 +27,10 @@ def validation_loss(
     of them without data.
 
     Args:
+        wrapper: model under its strategy.
+        data: sequences to validate on.
+        context: context of this rank.
+        sequences: number of sequences over all ranks.
         batch: number of sequences per forward.
         axes: groups of ranks that share the model. Default: each rank has all of it.
     """
@@ -41,16 +45,15 @@ def validation_loss(
     wrapper.eval()
     for number in range(rounds):
         numbers = mine[number * batch : (number + 1) * batch]
-        tokens, targets = axes.share(
-            to_batch(data.rows(numbers) if numbers else empty, context.device)
-        )
+        rows = data.rows(numbers) if numbers else empty
+        tokens, targets = axes.share(to_batch(rows, context.device))
         if wrapper.pipeline is None:
             with wrapper.autocast():
                 logits = wrapper(tokens)
         else:
             logits = wrapper.pipeline.forward(wrapper, (tokens,))
-        if logits is None:  # of the last stage's ranks alone
-            continue
+        if logits is None:
+            continue  # this rank is not in the last stage of the pipeline, which has the logits
         losses = F.cross_entropy(
             logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
         )

@@ -3,8 +3,8 @@
     set the rate ─ batch ─ TrainStep ─ gathered metrics (of the step before) ─ checkpoint? ─
     validate? ─ stop?
 
-Whatever is written has been checked first: before a checkpoint the loop waits for the step's own
-loss, so no checkpoint holds weights that a NaN has reached.
+Before a checkpoint the loop waits for the loss of the step itself. So no checkpoint holds weights
+that a NaN has reached.
 """
 
 import time
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from distlab.checkpoint import train_state
 from distlab.checkpoint.checkpointer import Checkpointer, Stored
@@ -51,13 +52,14 @@ class Outcome:
 
 
 class Trainer:
-    """The model under its strategy, which `run()` trains.
+    """A run of training: model, strategy, optimizer, data order and checkpoints. Call `run()`.
 
     Args:
         config: options of the run.
         context: context of this rank.
         strategy: strategy in place of the one that `config` names.
-        train, validate: sequences. Without `validate` there is no validation.
+        train: sequences to train on.
+        validate: sequences to validate on. None for no validation.
         data_identity: data for JSON that a resumed run must find unchanged.
         folder: folder of checkpoints, None for none.
         lock: lock of the run's folder, on the rank that has it, see `Checkpointer`.
@@ -82,9 +84,14 @@ class Trainer:
         report: Callable[[StepMetrics], None] = lambda metrics: None,
         progress: Callable[[str], None] = lambda text: None,
     ):
-        self.config, self.context = config, context
-        self.train, self.validate, self.progress = train, validate, progress
+        self.config = config
+        self.context = context
+        self.train = train
+        self.validate = validate
+        self.progress = progress
         self.strategy = strategy or get_strategy(config.strategy)
+
+        # -- data ----------------------------------------------------------------------------------
         layout = config.ranks_of_model
         self.axes = layout.axes(context.group)
         self.order = GlobalOrder(
@@ -96,6 +103,8 @@ class Trainer:
             seed=config.seed,
         )
         self.identity = config.identity(data_identity or {})
+
+        # -- model, strategy, optimizer ------------------------------------------------------------
         self.schedule = config.schedule()
         self.scaler = LossScaler() if config.dtype == "fp16" else None
         train_state.seed_rank(config.seed, context.rank)
@@ -128,12 +137,13 @@ class Trainer:
             self.wrapper,
             self.optimizer,
             loss_function(config.model(), layout),
-            # Without clipping the norm is still taken: it shows a NaN one step before the loss
-            # does.
+            # Without clipping the norm is still computed: it shows a NaN one step before the loss.
             max_grad_norm=config.clip or float("inf"),
             scaler=self.scaler,
             context=context,
         )
+
+        # -- metrics, checkpoints ------------------------------------------------------------------
         self.stop = StopSignals(answers=context.is_main)
         self.metrics = GatheredMetrics(context, self.stop, report)
         self.checkpoints = None
@@ -148,77 +158,79 @@ class Trainer:
                 lock=lock,
                 progress=progress,
             )
-        self.step = 0
-        self._saving_ms = 0.0  # goes into the next step's time
+        self.step = 0  # number of optimizer steps done
+        self._saving_ms = 0.0  # time of the last save, which the next step reports
 
-    # -- resuming ------------------------------------------------------------------------------------------
+    # -- resuming ----------------------------------------------------------------------------------
 
     def resume(self, stored: Stored | None = None) -> bool:
-        """Continue from the newest usable checkpoint, or from this one; False if there is none.
+        """Continue from the newest usable checkpoint, or from this one.
+
+        Returns:
+            False if there is no checkpoint.
 
         Raises:
-            ValueError: it belongs to another run, model or format. CheckpointError: none can be
-                used.
+            ValueError: the checkpoint belongs to another run, model or format.
+            CheckpointError: no checkpoint can be used.
         """
-        stored = stored or (self.checkpoints.newest() if self.checkpoints else None)
+        if stored is None and self.checkpoints is not None:
+            stored = self.checkpoints.newest()
         if stored is None:
             return False
         extra = stored.content["extra"]
         refuse_other_run(extra.get("identity"), self.identity, str(stored.path))
-        steps_are, scaler_is = (
-            type(extra.get("steps")) is int,
-            dict if self.scaler is not None else type(None),
-        )
-        if not (
-            steps_are
-            and extra["steps"] > 0
-            and "scaler" in extra
-            and isinstance(extra["scaler"], scaler_is)
-        ):
+        has_steps = type(extra.get("steps")) is int and extra["steps"] > 0
+        scaler_type = dict if self.scaler is not None else type(None)
+        has_scaler = "scaler" in extra and isinstance(extra["scaler"], scaler_type)
+        if not (has_steps and has_scaler):
             raise Damaged(
-                f"{stored.path / MARKER} is not a marker of this program: 'steps' or 'scaler' is none"
+                f"{stored.path / MARKER} is not a marker of this program: 'steps' or 'scaler' is "
+                "none"
             )
         if self.scaler is not None:
             self.scaler.load_state_dict(extra["scaler"])
         self.checkpoints.load(stored, self.wrapper, self.optimizer)
-        # no generator was saved for this rank
         if stored.content["world_size"] <= self.context.rank:
+            # The run had fewer ranks, so no generator was saved for this one. The step in the seed
+            # keeps dropout from repeating what it drew at the beginning of the run.
             train_state.seed_rank(self.config.seed + stored.step, self.context.rank)
         self.step = stored.step
         if extra["steps"] != self.config.steps:
             self.progress(
-                f"the run had {extra['steps']} steps and has {self.config.steps} now: the learning rate's schedule "
-                "changes from here on"
+                f"the run had {extra['steps']} steps and has {self.config.steps} now: the learning "
+                "rate's schedule changes from here on"
             )
         return True
 
-    # -- training ------------------------------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        """Train up to the last step, or until a signal stops it; then write a checkpoint.
+        """Train up to the last step, or until a signal stops the run. Then write a checkpoint.
 
         Raises:
-            NonFiniteLoss: on every rank, with the step and rank; the last checkpoint is from before
+            NonFiniteLoss: on every rank, with the step and rank. The last checkpoint is from before
                 it.
-            DataChanged: on every rank; the last checkpoint is of the last step that read what the
-                file was.
+            DataChanged: on every rank. The last checkpoint is of the last step that read the file
+                as it was.
             CheckpointError: a checkpoint could not be written.
         """
-        config, outcome = self.config, Outcome(self.step, self.step, None, [])
+        config = self.config
+        outcome = Outcome(self.step, self.step, None, [])
         stores = self.checkpoints is not None
         try:
             with self.stop.caught():
                 self.metrics.restart_clock()
                 while self.step < config.steps and outcome.stopped_by is None:
                     self.one_step()
-                    last = self.step == config.steps
-                    validates = self.validate is not None and (
-                        last or _due(self.step, config.validate_every)
-                    )
-                    saves = stores and (last or _due(self.step, config.checkpoint_every))
-                    if validates or saves or last:
+                    is_last = self.step == config.steps
+                    validates = is_last or _due(self.step, config.validate_every)
+                    validates = validates and self.validate is not None
+                    saves = is_last or _due(self.step, config.checkpoint_every)
+                    saves = saves and stores
+                    if validates or saves or is_last:
+                        # A NaN of this step must be known before its weights are written.
                         self.metrics.settle()
-                    if self.metrics.stopped_by is not None and not last:
+                    if self.metrics.stopped_by is not None and not is_last:
                         outcome.stopped_by = self.metrics.stopped_by
                         self.metrics.settle()
                         saves = stores
@@ -230,14 +242,17 @@ class Trainer:
                 if stores:
                     self.checkpoints.wait()
         except NonFiniteLoss as error:
-            more = ". A smaller --lr, a longer --warmup or --clip may help"
-            raise NonFiniteLoss(f"{error}; training stopped. {self._last_good()}{more}") from None
+            raise NonFiniteLoss(
+                f"{error}; training stopped. {self._last_good()}. A smaller --lr, a longer "
+                "--warmup or --clip may help"
+            ) from None
         except DataChanged as error:
             self.metrics.settle()
             if stores and outcome.first_step < self.step:
                 self.save()
             raise DataChanged(
-                f"{error}; training stopped. {self._last_good()}. With the file as it was, the same command continues"
+                f"{error}; training stopped. {self._last_good()}. With the file as it was, the "
+                "same command continues"
             ) from None
         finally:
             if stores:
@@ -253,22 +268,33 @@ class Trainer:
         rate = self.schedule(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        whole = is_unchanged(self.train)  # of a file that became shorter nothing may be read
-        rows = (
-            [self.train.rows(numbers) for numbers in self.order.numbers(self.step)] if whole else []
-        )
-        self._refuse_changed(self.train, whole)
-        loss = self.train_step(
-            [self.axes.share(to_batch(each, self.context.device)) for each in rows]
-        )
+        micro_batches = self._read_step()
+        loss = self.train_step(micro_batches)
         self.step += 1
-        skipped = self.train_step.last_step_skipped  # its norm is infinite, and that was dealt with
+        # The norm of a skipped step is infinite. The loss scaler has dealt with it.
+        skipped = self.train_step.last_step_skipped
         norm = None if skipped else self.train_step.grad_norm
-        saving_ms, self._saving_ms = self._saving_ms, 0.0
+        saving_ms = self._saving_ms
+        self._saving_ms = 0.0
         self.metrics.note(self.step, loss, norm, lr=rate, checkpoint_ms=saving_ms)
 
+    def _read_step(self) -> list[tuple[Tensor, Tensor]]:
+        """Read this rank's micro-batches of the next step.
+
+        Raises:
+            DataChanged: the file has changed on some rank. Raised on every rank.
+        """
+        # Reading past the end of a file that became shorter kills the process by SIGBUS.
+        is_whole = is_unchanged(self.train)
+        rows = []
+        if is_whole:
+            for numbers in self.order.numbers(self.step):
+                rows.append(self.train.rows(numbers))
+        self._refuse_changed(self.train, is_whole)
+        return [self.axes.share(to_batch(each, self.context.device)) for each in rows]
+
     def save(self) -> None:
-        """Begin a checkpoint of now; the step it follows must have been settled."""
+        """Begin a checkpoint of this step, whose loss must have been settled."""
         begin = time.perf_counter()
         extra = {
             "identity": self.identity,
@@ -304,16 +330,15 @@ class Trainer:
             raise DataChanged(f"{data.file[0]} was changed while this run read it")
 
     def _last_good(self) -> str:
+        """Return a sentence about the last checkpoint, without a full stop."""
         if self.checkpoints is None:
             return "There is no checkpoint"
         self.checkpoints.wait()
-        step, where = self.checkpoints.last_saved, self.checkpoints.folder.path
-        kept = (
-            "No checkpoint was written before"
-            if step is None
-            else f"The checkpoint of step {step} is good"
-        )
-        return f"{kept} ({where})"
+        step = self.checkpoints.last_saved
+        folder = self.checkpoints.folder.path
+        if step is None:
+            return f"No checkpoint was written before ({folder})"
+        return f"The checkpoint of step {step} is good ({folder})"
 
     def close(self) -> None:
         """Detach the strategy's hooks, so that its memory can be freed, and free the groups."""
@@ -324,4 +349,5 @@ class Trainer:
 
 
 def _due(step: int, every: int) -> bool:
+    """Return True if an action that is repeated `every` steps follows this step. 0: never."""
     return every > 0 and step % every == 0

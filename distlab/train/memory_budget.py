@@ -1,9 +1,9 @@
 """Check on every rank that GPUs and memory suffice for a run, before anything is built.
 
 Without this, a model that cannot fit is built for minutes. On a CPU, where the kernel promises
-memory that it does not have, the machine then kills an arbitrary process. Memory is the closed form
-of `distlab.theory.memory`, and a share of it counts as certainly needed: a run that might fit is
-tried.
+memory that it does not have, the machine then kills an arbitrary process. The memory that a step
+needs is the closed form of `distlab.theory.memory`. A share of it counts as certainly needed, so a
+run that might fit is tried.
 """
 
 import itertools
@@ -35,14 +35,14 @@ from distlab.theory.model_shape import ModelShape
 from distlab.train.config import TrainConfig
 
 GIB = 2**30
-# of a predicted peak; predictions of eager steps were within 2 % of it
-# (docs/learn/theory/simulation.md)
+# Share of a predicted peak that is certainly needed. Predictions of eager steps were within 2 % of
+# the peak (docs/learn/theory/simulation.md).
 CERTAIN = 0.9
-# of the free memory, that `auto` plans to use: communication buffers and fragmentation take some of
-# it
-ROOM = 0.92
-# of a whole model a compiler may keep less than of its blocks: no logits in fp32, say
+# The same for a compiled model. A compiler may keep less, for example no logits in fp32.
 CERTAIN_COMPILED = 0.5
+# Share of the free memory that `auto` plans to use. Communication buffers and fragmentation take
+# some of the rest.
+ROOM = 0.92
 
 
 @dataclass(frozen=True)
@@ -85,31 +85,33 @@ class PlannedStep:
         """
         choice = "block" if self.checkpointing == "auto" else self.checkpointing
         parts = rank_parts(self.model, self.layout, choice, self.micro_batches)
-        return max(
-            (self.of_rank(part, world_size, on_gpu) for part in parts),
-            key=lambda memory: memory.peak.total,
-        )
+        memories = [self.of_rank(part, world_size, on_gpu) for part in parts]
+        return max(memories, key=lambda memory: memory.peak.total)
 
     def of_rank(self, part: "RankPart", world_size: int, on_gpu: bool = True) -> StepMemory:
-        """Return the same of a rank that has this part."""
+        """Return the memory of a full step on a rank that has this part of the model."""
         strategy = STRATEGIES[self.strategy]
-        precision = (
-            "fp32"
-            if self.dtype == "fp32"
-            else "bf16"
-            if strategy.casts_parameters
-            else "bf16-autocast"
-        )
+        if self.dtype == "fp32":
+            precision = "fp32"
+        elif strategy.casts_parameters:
+            precision = "bf16"
+        else:
+            precision = "bf16-autocast"
         layout = self.layout
-        ranks = layout.tensor * layout.pipeline  # that have different parameters
-        # ranks that share the words have all their logits
+        # Ranks that share a model by tp and pp have different parameters, so they do not shard them
+        # with each other.
+        ranks_per_replica = layout.tensor * layout.pipeline
+        shard_ranks = max(1, world_size // ranks_per_replica)
+        if strategy.takes_mesh and self.shard_size:
+            shard_ranks = self.shard_size
+        # Ranks that share the vocabulary have all logits of their words at once.
         in_chunks = self.model.loss_in_head and layout.tensor == 1
         return step_memory(
             part.shape,
             batch=self.batch,
             context=-(-self.model.context_length // layout.context),
             strategy=strategy,
-            world_size=(strategy.takes_mesh and self.shard_size) or max(1, world_size // ranks),
+            world_size=shard_ranks,
             precision=precision,
             attention=self.model.attention,
             checkpointing=part.keeps,
@@ -124,22 +126,25 @@ class PlannedStep:
         )
 
     def least_bytes(self, world_size: int, *, on_gpu: bool) -> int:
-        """Bytes that a rank certainly needs."""
+        """Return the bytes that a rank certainly needs."""
         memory = self.memory(world_size, on_gpu=on_gpu)
         if self.mode == "inference":
-            held = memory.after_init.parameters + max(
-                moment.temporary for _, moment in memory.moments
-            )
+            temporary = max(moment.temporary for _, moment in memory.moments)
+            needed = memory.after_init.parameters + temporary
+        elif self.mode == "step":
+            needed = memory.peak.total
         else:
-            held = memory.peak.total - (
-                0 if self.mode == "step" else memory.after_step.optimizer_state
-            )
-        return int(held * (CERTAIN_COMPILED if self.compiled else CERTAIN))
+            needed = memory.peak.total - memory.after_step.optimizer_state
+        share = CERTAIN_COMPILED if self.compiled else CERTAIN
+        return int(needed * share)
 
     def __str__(self) -> str:
-        batch, context = self.batch * self.batch_option, self.model.context_length
-        size = f"{self.model.num_parameters / 1e6:,.1f} M parameters"
-        return f"{size} with batch {batch:,} × context {context:,} in {self.dtype} under {self.strategy}"
+        batch = self.batch * self.batch_option
+        context = self.model.context_length
+        return (
+            f"{self.model.num_parameters / 1e6:,.1f} M parameters with batch {batch:,} × context "
+            f"{context:,} in {self.dtype} under {self.strategy}"
+        )
 
 
 class RankPart(NamedTuple):
@@ -148,7 +153,7 @@ class RankPart(NamedTuple):
     Args:
         shape: shape of its blocks.
         keeps: memory that these keep for backward, in the form of `distlab.theory.memory`.
-        held: number of micro-batches, the most whose activations of a stage are held at once.
+        held: largest number of micro-batches whose activations of a stage are held at once.
         accumulates: True if gradients of earlier micro-batches exist when that number is held.
     """
 
@@ -159,49 +164,73 @@ class RankPart(NamedTuple):
 
 
 def stages_of(layout: Layout) -> int:
-    """Stages of all ranks of a pipeline."""
-    return layout.pipeline * CHUNKS.get(layout.schedule, 1) if layout.pipeline > 1 else 1
+    """Return the number of stages of all ranks of a pipeline."""
+    if layout.pipeline == 1:
+        return 1
+    return layout.pipeline * CHUNKS.get(layout.schedule, 1)
 
 
 @cache
-def _most_held(schedule: str, ranks: int, micro_batches: int) -> list[int]:
+def _max_held(schedule: str, ranks: int, micro_batches: int) -> list[int]:
+    """Return for each rank the largest number of micro-batches whose activations it holds."""
     return [held(actions) for actions in SCHEDULES[schedule](ranks, micro_batches)]
 
 
 def rank_parts(
     model: ModelConfig, layout: Layout, checkpointing: Checkpointing = False, micro_batches: int = 1
 ) -> list[RankPart]:
-    """Return a part for each rank of a pipeline, in order; without one, that of every rank.
+    """Return a part for each rank of a pipeline, in order. Without a pipeline there is one part.
 
     Raises:
         ValueError: a number of micro-batches that the schedule does not take.
     """
-    ranks, stages = layout.pipeline, stages_of(layout)
-    sizes = layout.stages or [model.num_layers // stages] * stages
+    ranks = layout.pipeline
+    stages = stages_of(layout)
+    sizes = layout.stages or [model.num_layers // stages] * stages  # blocks of each stage
     shapes = ModelShape.of(model, layout.tensor).of_pipeline(ranks, sizes)
-    plan = checkpoint_plan(checkpointing, model.num_layers)
-    keeps = [plan] * ranks
-    if isinstance(plan, tuple):
-        ends = list(itertools.accumulate(sizes))
-        of_stages = [plan[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-        keeps = [sum(of_stages[rank::ranks], ()) for rank in range(ranks)]
-    # A lone rank takes one micro-batch after the other, and there may be 10^12 of them.
-    most = (
-        [1]
-        if ranks == 1 and layout.schedule == "1f1b"
-        else _most_held(layout.schedule, ranks, micro_batches)
-    )
+    keeps = _kept_by_rank(checkpoint_plan(checkpointing, model.num_layers), sizes, ranks)
+    if ranks == 1 and layout.schedule == "1f1b":
+        # One micro-batch after the other. There may be 10^12 of them, too many for a schedule.
+        held_by_rank = [1]
+    else:
+        held_by_rank = _max_held(layout.schedule, ranks, micro_batches)
     forwards = micro_batches * stages // ranks
-    return [RankPart(*part, part[-1] < forwards) for part in zip(shapes, keeps, most, strict=True)]
+    parts = []
+    for rank in range(ranks):
+        # If fewer are held than there are forwards, a backward has run before the peak.
+        accumulates = held_by_rank[rank] < forwards
+        parts.append(RankPart(shapes[rank], keeps[rank], held_by_rank[rank], accumulates))
+    return parts
+
+
+def _kept_by_rank(
+    plan: int | tuple[str, ...], sizes: Sequence[int], ranks: int
+) -> list[int | tuple[str, ...]]:
+    """Return the part of a checkpointing plan for each rank of a pipeline.
+
+    Args:
+        plan: result of `checkpoint_plan`. A number holds for all blocks.
+        sizes: number of blocks of each stage. Rank r has the stages r, r + ranks, ….
+        ranks: number of ranks of the pipeline.
+    """
+    if not isinstance(plan, tuple):
+        return [plan] * ranks
+    by_rank: list[tuple[str, ...]] = [()] * ranks
+    begin = 0
+    for stage, size in enumerate(sizes):
+        by_rank[stage % ranks] += plan[begin : begin + size]
+        begin += size
+    return by_rank
 
 
 def training_step(config: TrainConfig, world_size: int) -> PlannedStep:
     """Plan a step of the trainer, whose `batch` counts sequences of all ranks and micro-batches."""
     layout = Layout.parse(config.layout)
     parts = max(1, world_size // layout.ranks) * config.accumulate
+    batch = -(-config.batch // parts)  # rounded up
     return PlannedStep(
         config.model(),
-        -(-config.batch // parts),
+        batch,
         config.strategy,
         config.dtype,
         checkpointing=config.checkpointing,
@@ -225,9 +254,10 @@ def require(
 
     Args:
         planned: all kinds of steps that the run takes, one after the other.
-        some: True if it is enough that one of them fits, because a row that does not fit says so
-            and the others continue. That is so on a GPU. On a CPU the machine kills a process,
-            unless such a row is left out.
+        device: device of this rank.
+        context: context of this rank. None for a single process.
+        some: True if it is enough that one of them fits. On a GPU, a row that does not fit says so
+            and the others continue. On a CPU the machine would kill a process.
 
     Raises:
         ValueError: a strategy that needs a GPU, without one.
@@ -239,16 +269,22 @@ def require(
             raise ValueError(
                 f"strategy {name!r} needs GPUs, and this run computes on a CPU: choose others"
             )
-    short = [shortage(plan, device, context) for plan in planned]
-    missing = [text for text in short if text is not None]
-    if missing and (len(missing) == len(short) or not some):
-        raise MemoryError(missing[0])
+    shortages = []
+    for plan in planned:
+        text = shortage(plan, device, context)
+        if text is not None:
+            shortages.append(text)
+    if shortages and (len(shortages) == len(planned) or not some):
+        raise MemoryError(shortages[0])
 
 
 def shortage(
     plan: PlannedStep, device: torch.device | str, context: RankContext | None = None
 ) -> str | None:
-    """Return why a step cannot fit here, and what would. None if it may, on every rank alike."""
+    """Return why a step cannot fit here, and what would fit. None if it may fit.
+
+    The result is the same on every rank.
+    """
     device = torch.device(device)
     on_gpu = device.type == "cuda"
     ranks = 1 if context is None else context.world_size
@@ -264,8 +300,9 @@ def shortage(
     needed = plan.least_bytes(ranks, on_gpu=on_gpu)
     each = f" for each of {ranks} ranks" if ranks > 1 else ""
     return (
-        f"{plan} does not fit in the memory of {device}: at least {needed / GIB:,.1f} GiB are needed{each} and "
-        f"{allowed / GIB:,.1f} are free, {(needed - allowed) / GIB:,.1f} too few. {_what_fits(plan, fits)}"
+        f"{plan} does not fit in the memory of {device}: at least {needed / GIB:,.1f} GiB are "
+        f"needed{each} and {allowed / GIB:,.1f} are free, {(needed - allowed) / GIB:,.1f} too few. "
+        f"{_what_fits(plan, fits)}"
     )
 
 
@@ -274,109 +311,137 @@ def memory_of_a_rank(device: torch.device, context: RankContext | None) -> int |
 
     Collective.
     """
-    mine = (
-        f"{socket.gethostname()} {device if device.type == 'cuda' else 'cpu'}",
-        free_bytes(device),
-    )
-    everyone = [mine] if context is None else collectives.gather_objects(mine, context.group)
-    shares = {}  # what each rank of a place may take of what is free there
-    for place, free in everyone:
+    # Ranks of one host share its memory, and may also share a GPU.
+    place = f"{socket.gethostname()} {device if device.type == 'cuda' else 'cpu'}"
+    mine = (place, free_bytes(device))
+    gathered = [mine] if context is None else collectives.gather_objects(mine, context.group)
+    free_by_place: dict[str, list[int]] = {}
+    for each_place, free in gathered:
         if free is not None:
-            shares.setdefault(place, []).append(free)
-    return min((min(frees) // len(frees) for frees in shares.values()), default=None)
+            free_by_place.setdefault(each_place, []).append(free)
+    shares = [min(frees) // len(frees) for frees in free_by_place.values()]
+    return min(shares, default=None)
 
 
 def settled(plan: PlannedStep, context: RankContext) -> str:
-    """Return a plan's `checkpointing`, the same on all ranks.
+    """Return a plan's `checkpointing`, with `auto` replaced by the choice that recomputes least.
 
-    `auto` becomes the choice that recomputes least in free memory.
-
-    Results that cost most to recompute per byte are kept first, see `distlab.model.recompute`. The
-    last blocks keep most, because backward frees them first.
+    The result is the same on all ranks. Results that cost most to recompute per byte are kept
+    first, see `distlab.model.recompute`. The last blocks keep most, because backward frees them
+    first.
     """
     if plan.checkpointing != "auto":
         return plan.checkpointing
-    free, on_gpu = memory_of_a_rank(context.device, context), context.device.type == "cuda"
-    return least_recomputation(
-        plan, context.world_size, None if free is None else int(ROOM * free), on_gpu=on_gpu
-    )
+    free = memory_of_a_rank(context.device, context)
+    allowed = None if free is None else int(ROOM * free)
+    on_gpu = context.device.type == "cuda"
+    return least_recomputation(plan, context.world_size, allowed, on_gpu=on_gpu)
 
 
 def least_recomputation(plan: PlannedStep, ranks: int, allowed: int | None, *, on_gpu: bool) -> str:
-    """Return the `checkpointing` that recomputes least in `allowed` bytes of a rank (None: any).
+    """Return the `checkpointing` that recomputes least in `allowed` bytes of a rank.
 
     It is `block` if nothing fits.
+
+    Args:
+        plan: step that is planned.
+        ranks: number of ranks.
+        allowed: bytes that a rank may take. None for any number.
+        on_gpu: True if the ranks compute on GPUs.
     """
     layers = plan.model.num_layers
 
     def mixed(low: str, high: str, count: int) -> str:
-        parts = [
-            f"{level}:{blocks}"
-            for level, blocks in ((low, layers - count), (high, count))
-            if blocks
-        ]
-        return ",".join(parts) if len(parts) > 1 else parts[0].partition(":")[0]
+        """Return the option with which the last `count` blocks keep `high`, the others `low`."""
+        if count == 0:
+            return low
+        if count == layers:
+            return high
+        return f"{low}:{layers - count},{high}:{count}"
 
     def fits(choice: str) -> bool:
-        return (
-            allowed is None
-            or replace(plan, checkpointing=choice).memory(ranks, on_gpu=on_gpu).peak.total
-            <= allowed
-        )
+        if allowed is None:
+            return True
+        memory = replace(plan, checkpointing=choice).memory(ranks, on_gpu=on_gpu)
+        return memory.peak.total <= allowed
 
     if fits(KEPT[-1]):
         return KEPT[-1]
     found = KEPT[0]
     for low, high in itertools.pairwise(KEPT):
+        # The number of blocks that can keep `high`. More blocks need more memory, so the numbers
+        # that fit come first, and bisection counts them.
         count = bisect(
             range(1, layers + 1), False, key=lambda blocks: not fits(mixed(low, high, blocks))
         )
-        found = mixed(low, high, count) if count else found
+        if count:
+            found = mixed(low, high, count)
         if count < layers:
             break
     return found
 
 
 def _what_fits(plan: PlannedStep, fits: Callable[..., bool]) -> str:
-    """Return the option that helps, and the value that it must have."""
+    """Return a sentence about the option that helps, and the value that it must have.
+
+    Args:
+        plan: step that does not fit.
+        fits: function `fits(step, ranks)` that says whether a step fits. Default of `ranks`: those
+            of this run.
+    """
     model = plan.model
     if plan.checkpointing not in ("auto", "block") and fits(replace(plan, checkpointing="block")):
         return "--checkpointing auto would fit"
-    # Sizes from 1 on, those that fit before those that do not: bisection counts the former.
+
+    # Sizes that fit come before those that do not. Bisection counts the former.
     batch = bisect(
         range(1, plan.batch), False, key=lambda size: not fits(replace(plan, batch=size))
     )
 
+    def with_context(step: PlannedStep, length: int) -> PlannedStep:
+        return replace(step, model=replace(model, context_length=length))
+
     def longest(lengths: range) -> int:
-        count = bisect(
-            lengths,
-            False,
-            key=lambda n: not fits(replace(plan, model=replace(model, context_length=n))),
-        )
+        """Return the largest length that fits, or 0."""
+        count = bisect(lengths, False, key=lambda length: not fits(with_context(plan, length)))
         return lengths[count - 1] if count else 0
 
-    # Above a length the loss is computed in chunks, which needs less.
-    short = min(LOGITS_AT_ONCE // (4 * model.vocab_size) + 1, model.context_length)
-    length = longest(range(short, model.context_length)) or longest(range(1, short))
-    options = {
-        "--batch": batch * plan.batch_option,
-        "--context": length if length < 128 else length // 64 * 64,
-    }
-    if batch or length:
-        return (
-            f"{' or '.join(f'{name} {size}' for name, size in options.items() if size)} would fit"
-        )
-    if fits(replace(plan, batch=1, model=replace(model, context_length=1))):
+    # Above a length the loss is computed in chunks, which needs less memory. So lengths that fit
+    # come first on each side of it.
+    chunked = min(LOGITS_AT_ONCE // (4 * model.vocab_size) + 1, model.context_length)
+    length = longest(range(chunked, model.context_length)) or longest(range(1, chunked))
+    if length >= 128:
+        length = length // 64 * 64  # a rounder number
+    remedies = []
+    if batch:
+        remedies.append(f"--batch {batch * plan.batch_option}")
+    if length:
+        remedies.append(f"--context {length}")
+    if remedies:
+        return f"{' or '.join(remedies)} would fit"
+
+    if fits(with_context(replace(plan, batch=1), 1)):
         return "A smaller --batch and a smaller --context together would fit"
+
     sharded = replace(plan, strategy="fsdp", checkpointing="block")
-    shortest = replace(sharded, batch=1, model=replace(model, context_length=1))
+    shortest = with_context(replace(sharded, batch=1), 1)
+    more = ""
     for step, also in ((sharded, ""), (shortest, " and a smaller --context")):
-        enough = next((ranks for ranks in (2**k for k in range(1, 11)) if fits(step, ranks)), None)
-        if enough:
-            more = f", or --strategy fsdp --checkpointing block on {enough} ranks with as much each{also}"
+        ranks = _fewest_ranks(step, fits)
+        if ranks is not None:
+            more = (
+                f", or --strategy fsdp --checkpointing block on {ranks} ranks with as much "
+                f"each{also}"
+            )
             break
-    else:
-        more = ""
     return (
         f"The parameters and what is kept of each are too much alone: take a smaller --size{more}"
     )
+
+
+def _fewest_ranks(step: PlannedStep, fits: Callable[..., bool]) -> int | None:
+    """Return the smallest power of two of ranks, from 2 to 1024, on which a step fits."""
+    for exponent in range(1, 11):
+        if fits(step, 2**exponent):
+            return 2**exponent
+    return None

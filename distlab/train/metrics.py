@@ -6,9 +6,9 @@ The exchange is one step late, so that no rank waits for it.
     host     │ launch n+1 … read the loss of n, exchange it │ launch n+2 …
 
 The host reads the loss of a step only after it has launched the next, and the exchange uses a
-separate gloo group: a GPU's queue never becomes empty. Every rank gets every rank's message, so all
-make the same decision at the same step: to stop because one was asked to, or because one has a NaN
-loss.
+separate gloo group. So a GPU's queue never becomes empty. Every rank gets every rank's message, so
+all make the same decision at the same step: to stop because a rank was asked to, or because a rank
+has a NaN loss.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from distlab.files import write_whole
 from distlab.measure.clock import Instant, elapsed_ms, instant
 from distlab.train.signals import StopSignals
 
-Lines = list[dict[str, Any]]  # of a journal, one a step
+Lines = list[dict[str, Any]]  # lines of a journal, one per step
 
 
 class NonFiniteLoss(ValueError):
@@ -75,9 +75,12 @@ class GatheredMetrics:
         self, context: RankContext, signals: StopSignals, report: Callable[[StepMetrics], None]
     ):
         self.stopped_by: int | None = None
-        self._signals, self._report, self._device = signals, report, context.device
+        self._signals = signals
+        self._report = report
+        self._device = context.device
         timeout = timedelta(seconds=context.timeout_s)
         self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
+        # the step that was launched last, its (loss, norm) on the host, and the time of its end
         self._waiting: tuple[StepMetrics, Tensor, Instant] | None = None
         self.restart_clock()
 
@@ -102,6 +105,7 @@ class GatheredMetrics:
         Raises:
             NonFiniteLoss: the step before had a loss that is not finite. Raised on every rank.
         """
+        # A step without a norm sends its loss twice, so that all messages have one size.
         norm = loss if grad_norm is None else grad_norm.to(loss.device)
         values = torch.stack((loss.detach().double(), norm.detach().double()))
         if self._device.type == "cuda":
@@ -113,26 +117,31 @@ class GatheredMetrics:
         self._waiting = known, values, now
 
     def settle(self) -> None:
-        """Exchange and report what the last step came to, now; nothing happens if that was done."""
+        """Exchange and report the numbers of the last step now, if that was not done yet."""
         if self._waiting is None:
             return
-        (known, values, ended), self._waiting = self._waiting, None
+        known, values, ended = self._waiting
+        self._waiting = None
         if self._device.type == "cuda":
             ended.synchronize()
-        step_ms, self._ended = elapsed_ms(self._ended, ended), ended
+        step_ms = elapsed_ms(self._ended, ended)
+        self._ended = ended
         mine = torch.tensor([*values.tolist(), float(self._signals.received)], dtype=torch.float64)
-        everybody = torch.empty(3 * self.group.size(), dtype=torch.float64)
-        collectives.wait(
-            collectives.all_gather(everybody, mine, self.group), self.group, "exchanging losses"
-        )
-        losses, norms, signals = everybody.view(-1, 3).T.tolist()
+        gathered = torch.empty(3 * self.group.size(), dtype=torch.float64)
+        work = collectives.all_gather(gathered, mine, self.group)
+        collectives.wait(work, self.group, "exchanging losses")
+        losses, norms, signals = gathered.view(-1, 3).T.tolist()
         bad = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         if bad:
-            ranks = f"rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))}"
-            raise NonFiniteLoss(f"step {known.step}: the loss is {losses[bad[0]]} on {ranks}")
+            ranks = "rank" if len(bad) == 1 else "ranks"
+            numbers = ", ".join(str(rank) for rank in bad)
+            raise NonFiniteLoss(
+                f"step {known.step}: the loss is {losses[bad[0]]} on {ranks} {numbers}"
+            )
         if not all(map(math.isfinite, norms)):
             raise NonFiniteLoss(
-                f"step {known.step}: the gradient norm is not finite ({norms[0]}), though all losses are"
+                f"step {known.step}: the gradient norm is not finite ({norms[0]}), though all "
+                "losses are"
             )
         self.stopped_by = next((int(number) for number in signals if number), None)
         norm = None if known.grad_norm is None else norms[0]
@@ -141,7 +150,7 @@ class GatheredMetrics:
         )
 
     def close(self) -> None:
-        """Give back the group; nothing can be exchanged any more."""
+        """Destroy the group. Nothing can be exchanged afterwards."""
         if self.group is not None:
             dist.destroy_process_group(self.group)
             self.group = None
@@ -177,16 +186,17 @@ class Journal:
             raise
 
     def close(self) -> None:
-        """Close the file; every line is on the disk already."""
+        """Close the file. Every line is on the disk already."""
         self._file.close()
 
 
 def read_journal(path: Path) -> Lines:
-    """Read the lines of a journal, except broken ones, as the last of a process that died."""
+    """Read the lines of a journal, except broken ones, such as the last of a process that died."""
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, RecursionError):
             line = json.loads(text)
-            if isinstance(line, dict) and isinstance(line.get("step"), int) and "loss" in line:
+            is_step = isinstance(line, dict) and isinstance(line.get("step"), int)
+            if is_step and "loss" in line:
                 lines.append(line)
     return lines

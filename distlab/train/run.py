@@ -1,4 +1,4 @@
-"""A training run in its folder, in order: memory, lock, data, model, resume, train, results.
+"""Run a training in its folder: check memory, lock, load, build, resume, train, write results.
 
 The folder holds `config.json`, `metrics.jsonl` (a line per step), `checkpoints/`, and at the end
 the results that the caller writes. The same run started again continues from its newest usable
@@ -44,7 +44,8 @@ def train(
     """Train, or continue, up to the last step or a signal. Call it on every rank.
 
     Args:
-        config, data: options of the run and of its data.
+        config: options of the run.
+        data: options of its data.
         context: context of this rank.
         folder: folder of the run. All ranks and machines see it, and no other run has it until the
             end.
@@ -63,31 +64,35 @@ def train(
         MemoryError: the model with its batch does not fit, see `distlab.train.memory_budget`.
     """
     if data.is_bytes and config.vocab is None:
-        config = replace(config, vocab=256)
+        config = replace(config, vocab=256)  # the tokens of a text are its bytes
     require([training_step(config, context.world_size)], context.device, context)
     strategy_name = config.strategy if strategy is None else strategy.name
     journal: Journal | None = None
 
     def report(step: StepMetrics) -> None:
+        """Write a line of the journal, on the main rank."""
         if journal is None:
             return
         rates = speed(config, config.batch, context, step.step_ms)
         more = {
-            "loss_hex": step.loss.hex(),
+            "loss_hex": step.loss.hex(),  # exact, so that two runs can be compared to the bit
             "strategy": strategy_name,
             "ranks": context.world_size,
         }
         journal.write(asdict(step) | rates | more)
         if step.step % log_every == 0 or step.step == config.steps:
-            rate, share = rates.values()
-            shown = "" if share is None else f"  MFU {share:.1f} %"
+            mfu_pct = rates["mfu_pct"]
+            shown = "" if mfu_pct is None else f"  MFU {mfu_pct:.1f} %"
             progress(
                 f"step {step.step}/{config.steps}  loss {step.loss:.4f}  lr {step.lr:.2e}  "
-                f"{rate:,.0f} tokens/s{shown}"
+                f"{rates['tokens_per_s']:,.0f} tokens/s{shown}"
             )
 
     with hold(folder, context, progress) as lock:
+        # Load.
         training, validation, identity = load(data, config, context)
+
+        # Build.
         trainer = Trainer(
             config,
             context,
@@ -103,35 +108,42 @@ def train(
         if trainer.resume():
             progress(f"resumed from step {trainer.step}")
         first = trainer.step
-        complete = first >= config.steps
-        if (
-            complete
-            and collectives.gather_objects(context.is_main and has_results(first), context.group)[0]
-        ):
+        is_complete = first >= config.steps
+        if is_complete and _main_has_results(has_results, first, context):
             progress(
-                f"this run is complete: {first} of {config.steps} steps done ({folder}). More --steps continue it; "
-                "another --name, or --fresh, begins a new one"
+                f"this run is complete: {first} of {config.steps} steps done ({folder}). More "
+                "--steps continue it; another --name, or --fresh, begins a new one"
             )
             return Outcome(first, first, None, [])
+
+        # Train and evaluate.
         if context.is_main:
             written = asdict(config) | {"strategy": strategy_name}
             write_whole(folder / "config.json", json.dumps(written, indent=2) + "\n")
             journal = Journal(folder / "metrics.jsonl", first + 1)
         with peak_memory(context.device) as memory:
-            if complete:  # it died between its last checkpoint and its results
+            if is_complete:  # the run died between its last checkpoint and its results
                 progress(f"step {first} is the last and is done, but has no record: writing it")
                 outcome = Outcome(first, first, None, [(first, trainer.validation_loss())])
             else:
                 outcome = trainer.run()
+
+        # Save the results.
         if journal is not None:
             journal.close()
             if lock is not None:
                 lock.check()
             metrics = metrics_of(config, context, outcome, journal.lines)
-            metrics["peak_alloc_bytes"] = None if complete else memory.peak_alloc_bytes
+            metrics["peak_alloc_bytes"] = None if is_complete else memory.peak_alloc_bytes
             metrics["checkpoint_host_bytes"] = trainer.checkpoints.host_bytes
             write_results(config, outcome, metrics, journal.lines)
         return outcome
+
+
+def _main_has_results(has_results: Callable[[int], bool], steps: int, context: RankContext) -> bool:
+    """Return on every rank what `has_results` returns on the main rank."""
+    answer = context.is_main and has_results(steps)
+    return collectives.gather_objects(answer, context.group)[0]
 
 
 def metrics_of(
@@ -141,15 +153,18 @@ def metrics_of(
 
     Times are those of this process's steps, or of all steps if it made none.
     """
-    timed = [line for line in lines if "step_ms" in line]
-    timed = [line for line in timed if line["step"] > outcome.first_step] or timed
+    all_timed = [line for line in lines if "step_ms" in line]
+    timed = [line for line in all_timed if line["step"] > outcome.first_step]
+    if not timed:
+        timed = all_timed
     step_ms = statistics.median(line["step_ms"] for line in timed) if timed else None
     rates = speed(config, config.batch, context, step_ms) if step_ms else {}
+    final_loss = None
+    if lines and lines[-1]["step"] == outcome.last_step:
+        final_loss = lines[-1]["loss"]
     return {
         "steps": outcome.last_step,
-        "final_loss": lines[-1]["loss"]
-        if lines and lines[-1]["step"] == outcome.last_step
-        else None,
+        "final_loss": final_loss,
         "validation_loss": outcome.validation[-1][1] if outcome.validation else None,
         "step_p50_ms": step_ms,
         "tokens_per_s": rates.get("tokens_per_s"),
@@ -162,10 +177,12 @@ def speed(
 ) -> dict[str, float | None]:
     """Return `tokens_per_s` of all ranks and `mfu_pct` for a step of `batch` sequences.
 
-    The latter is None if the device is not known.
+    `mfu_pct` is None if the device is not known.
     """
-    model, peak = config.model(), peak_of(context.device, config.dtype)
-    share = mfu(step_flops(**model.sizes(batch)) / context.world_size, step_ms / 1e3, peak)
+    model = config.model()
+    peak = peak_of(context.device, config.dtype)
+    flops_per_rank = step_flops(**model.sizes(batch)) / context.world_size
+    share = mfu(flops_per_rank, step_ms / 1e3, peak)
     return {
         "tokens_per_s": 1e3 * batch * model.context_length / step_ms,
         "mfu_pct": None if share is None else 100 * share,

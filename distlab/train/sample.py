@@ -14,7 +14,7 @@ from distlab.model.config import ModelConfig
 from distlab.model.transformer import TransformerLM
 from distlab.parallel.shard import whole
 
-LEAST_TEMPERATURE = 1e-4  # besides 0
+LEAST_TEMPERATURE = 1e-4  # the smallest that is allowed, except 0
 
 
 def newest_usable(folder: Path) -> Stored:
@@ -23,7 +23,8 @@ def newest_usable(folder: Path) -> Stored:
     Raises:
         ValueError: there is none.
     """
-    store, problems = CheckpointFolder(folder), []
+    store = CheckpointFolder(folder)
+    problems = []
     for step in store.steps():
         try:
             stored = store.open(step)
@@ -32,9 +33,8 @@ def newest_usable(folder: Path) -> Stored:
             problems.append(str(error))
         else:
             return stored
-    raise ValueError(
-        f"{folder} holds no usable checkpoint{': ' if problems else ''}{'; '.join(problems)}"
-    )
+    reasons = f": {'; '.join(problems)}" if problems else ""
+    raise ValueError(f"{folder} holds no usable checkpoint{reasons}")
 
 
 def load_model(stored: Stored, context: RankContext) -> TransformerLM:
@@ -44,13 +44,16 @@ def load_model(stored: Stored, context: RankContext) -> TransformerLM:
         ValueError, CheckpointError: the contents of the checkpoint do not fit together.
     """
     config = _model_of(stored)
-    # Built only where as many elements lie on the disk: numbers that were made up could ask for any
-    # memory.
-    found = tensors.shapes_and_dtypes(stored).items()
-    count = sum(math.prod(shape) for key, (shape, _) in found if key.startswith("model/"))
+    # The model is built only if the files hold its number of elements. Otherwise a checkpoint with
+    # made-up sizes could ask for any amount of memory.
+    count = 0
+    for key, (shape, _) in tensors.shapes_and_dtypes(stored).items():
+        if key.startswith("model/"):
+            count += math.prod(shape)
     if config.num_parameters != count:
         raise ValueError(
-            f"{stored.path} holds {count:,} parameters, and describes a model of {config.num_parameters:,}"
+            f"{stored.path} holds {count:,} parameters, and describes a model of "
+            f"{config.num_parameters:,}"
         )
     model = TransformerLM(config, device=context.device)
     shards = [whole(f"model/{name}", parameter) for name, parameter in model.named_parameters()]
@@ -60,11 +63,15 @@ def load_model(stored: Stored, context: RankContext) -> TransformerLM:
 
 
 def _model_of(stored: Stored) -> ModelConfig:
-    """The model that the checkpoint describes; raises ValueError if it describes none."""
+    """Return the shape of the model that the checkpoint describes.
+
+    Raises:
+        ValueError: it describes none, or one that cannot be.
+    """
     identity = stored.content["extra"].get("identity")
     described = identity.get("model") if isinstance(identity, dict) else None
     names = {field.name for field in fields(ModelConfig)}
-    # left out of an identity
+    # An identity leaves out fields that are None.
     optional = {field.name for field in fields(ModelConfig) if field.default is None}
     if not isinstance(described, dict) or not names - optional <= described.keys() <= names:
         raise ValueError(f"{stored.path} does not describe its model")
@@ -95,8 +102,8 @@ def generate(
         )
     if not (temperature == 0 or LEAST_TEMPERATURE <= temperature < float("inf")):
         raise ValueError(
-            f"temperature={temperature}: give 0 for the likeliest token, or a finite number of at least "
-            f"{LEAST_TEMPERATURE:g}"
+            f"temperature={temperature}: give 0 for the likeliest token, or a finite number of at "
+            f"least {LEAST_TEMPERATURE:g}"
         )
     generator = torch.Generator(device=tokens_T.device).manual_seed(seed)
     for _ in range(count):

@@ -12,7 +12,7 @@ class WarmupCosine:
 
     Args:
         peak: largest learning rate.
-        steps: number of all optimizer steps. After them the rate stays at its floor.
+        steps: number of optimizer steps of the run. After them the rate stays at its floor.
         warmup: number of steps until the peak. 0 starts there.
         floor: last rate as a fraction of the peak.
     """
@@ -23,15 +23,14 @@ class WarmupCosine:
     floor: float = 0.1
 
     def __call__(self, step: int) -> float:
-        """Return the rate of step 0, 1, ….
+        """Return the rate of a step, counted from 0.
 
-        The first step of a warm-up of k has peak/k, its last the peak.
+        The first step of a warm-up of k steps has peak/k, and its last step the peak.
         """
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         if step >= self.steps:
             return self.peak * self.floor
         progress = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.peak * (
-            self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress))
-        )
+        cosine = 0.5 * (1 + math.cos(math.pi * progress))  # from 1 to 0
+        return self.peak * (self.floor + (1 - self.floor) * cosine)

@@ -10,18 +10,21 @@ from types import FrameType
 
 from distlab.cli_errors import answered
 
-GRACE_S = 5.0  # until the main thread must have noticed
+GRACE_S = 5.0  # time in which the main thread must notice a signal
 
 
 class StopSignals:
-    """Handler that remembers such a signal and does not end the process.
+    """Handler that remembers a signal and lets the step end.
 
     A main thread that waits in a collective for a dead rank never sees a signal. Then the process
-    ends after `GRACE_S`, so that the agent does not wait 30 s before it kills it.
+    ends after `GRACE_S`, so that torchrun does not wait 30 s before it kills it.
 
     Args:
-        answers: True to print a line when the signal arrives, because a step may take long. One of
-            several ranks does.
+        answers: True to print a line when the signal arrives, because a step may take long. One
+            rank does.
+
+    Attributes:
+        received: number of the signal, or 0.
     """
 
     def __init__(self, *, answers: bool = False) -> None:
@@ -30,17 +33,19 @@ class StopSignals:
 
     @contextmanager
     def caught(self) -> Iterator["StopSignals"]:
-        """Catch them inside; the handlers before come back afterwards.
+        """Catch signals while the block runs, and restore the earlier handlers afterwards.
 
-        In threads other than the main one, which get no signals, nothing happens.
+        Only the main thread gets signals. In other threads nothing happens.
         """
         with answered(self._note, self._hear):
             yield self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """Remember the signal. Python calls this in the main thread."""
         self.received = number
 
     def _hear(self, number: int) -> None:
+        """Answer the signal in another thread, and end a process whose main thread is stuck."""
         if self.answers:
             self.answers = False  # once
             name = signal.Signals(number).name

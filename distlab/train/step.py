@@ -35,13 +35,13 @@ def mean_loss(loss: Loss) -> Tensor:
 
 
 def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross-entropy of a language model on `(tokens_BT, targets_BT)`."""
+    """Return the mean cross-entropy of a language model on `(tokens_BT, targets_BT)`."""
     tokens_BT, targets_BT = batch
     return cross_entropy(model(tokens_BT), targets_BT)
 
 
 def loss_in_head(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the same, of a model that computes it in its head."""
+    """Return the mean cross-entropy of a model that computes it in its head."""
     return model(*batch)
 
 
@@ -69,14 +69,17 @@ def under_autocast(
 
 def split(batch: tuple[Tensor, ...], parts: int) -> list[tuple[Tensor, ...]]:
     """Split the sequences of a batch in equal parts."""
-    return [batch] if parts == 1 else list(zip(*(each.chunk(parts) for each in batch), strict=True))
+    if parts == 1:
+        return [batch]
+    chunks = [tensor.chunk(parts) for tensor in batch]
+    return list(zip(*chunks, strict=True))
 
 
 def adamw(ops: str) -> tuple[type[torch.optim.Optimizer], dict[str, bool]]:
     """Return AdamW's class for a choice of operations, and its options beyond the usual ones.
 
-    Both update all parameters in a few launches; the state has the same names, so that a checkpoint
-    of one is loaded by the other.
+    Both update all parameters in a few launches. Their states have the same names, so that each
+    loads a checkpoint of the other.
     """
     if ops != "triton":
         return torch.optim.AdamW, {"fused": True}
@@ -146,8 +149,12 @@ class TrainStep:
     ):
         if scaler is not None and context is None:
             raise ValueError("a scaler needs context=..., because all ranks must decide alike")
-        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
-        self.max_grad_norm, self.scaler, self.context = max_grad_norm, scaler, context
+        self.model = model
+        self.optimizer = optimizer
+        self.loss_fn = loss_fn
+        self.max_grad_norm = max_grad_norm
+        self.scaler = scaler
+        self.context = context
         self.mark = mark or (lambda phase: None)
         self.last_step_skipped = False
         self.grad_norm: Tensor | None = None  # 0-dim, on the device, of the last step
@@ -194,16 +201,17 @@ class TrainStep:
                     count = counted if count is None else count + counted
                 else:
                     loss = loss / len(micro_batches)
-                (loss if scale == 1.0 else loss * scale).backward()
+                # The multiplication is left out without a scaler, where it would cost a launch.
+                scaled_loss = loss if scale == 1.0 else loss * scale
+                scaled_loss.backward()
             total = total.to(loss.device) + loss.detach()
         return total, count
 
     def _divide_by_count(self, count: Tensor) -> Tensor:
         """Turn the gradients of sums into those of the mean over all ranks' counts.
 
-        After the last backward, because the count of a step is known only after its last forward,
-        and each forward is followed by its backward. Strategies add and average, so one factor at
-        the end is exact.
+        This comes after the last backward, because the count of a step is known only after its last
+        forward. Strategies add and average, so one factor at the end is exact.
 
         Returns:
             The factor of this rank's sum in the mean over ranks.
@@ -220,13 +228,11 @@ class TrainStep:
         return factor
 
     def _unscale(self) -> None:
-        """Undo the loss scale and clip, in one pass over the gradients.
-
-        Or skip the step on all ranks.
-        """
+        """Undo the loss scale and clip in one pass, or skip the step on all ranks."""
         norm = self.model.grad_norm()
         self.grad_norm = norm / self.scaler.scale
         finite = bool(norm.isfinite().item())
+        # A rank that skipped a step alone would have other parameters from then on.
         finite = collectives.all_ranks_agree(finite, norm.device, self.context.group)
         factor = 1.0 / self.scaler.scale
         self.scaler.update(finite)

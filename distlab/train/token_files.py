@@ -1,8 +1,10 @@
 """Files of tokens: the kind of each, recognised by its content, and its mapping into memory.
 
-    .npy       one dimension of uint8, uint16 or uint32, recognised by its first bytes whatever its name
+    .npy       one dimension of uint8, uint16 or uint32
     .bin       raw little-endian uint16, or uint32 if `--token-dtype` says so
     others     text: the bytes are the tokens
+
+A .npy file is recognised by its first bytes, whatever its name.
 
 Archives, checkpoints and tables are refused: their bytes are those of a container, and a model
 would learn to predict these. Imports no torch.
@@ -16,10 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 TOKEN_DTYPES = {"uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32}
-SAMPLE = 1 << 20  # numbers of a .bin that are looked at for its type
+SAMPLE = 1 << 20  # numbers of a .bin that are examined to recognise its type
 FEWEST_PAIRS = 4  # pairs of uint16 numbers from which a uint32 file is recognised
 HIGHEST_HALF = 3  # high half of a token id below 4 · 65,536, larger than every vocabulary in use
-TAR_MAGIC_AT = 257
+TAR_MAGIC_AT = 257  # offset of the magic bytes in a tar archive
 
 
 class Container(NamedTuple):
@@ -52,8 +54,7 @@ CONTAINERS = (
     Container("an Arrow table", b"ARROW1\x00\x00", _EXPORT),
     Container("an HDF5 file", b"\x89HDF\r\n\x1a\n", _EXPORT),
     Container("an SQLite database", b"SQLite format 3\x00", _EXPORT),
-    # The first number that torch pickles, its magic one. Behind the pickles there are the raw
-    # values.
+    # torch first pickles its magic number. After the pickles there are the raw values.
     Container(
         "a pickle, of an older torch's .pt", b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19", _EXPORT
     ),
@@ -72,7 +73,8 @@ def kind_of(path: str | Path) -> str:
     """Return `npy`, `bin` or `text`: how the tokens of a file are stored.
 
     Raises:
-        OSError: it cannot be read. ValueError: a folder, pipe or device, or a container.
+        OSError: the file cannot be read.
+        ValueError: a folder, pipe or device, or a container.
     """
     path = Path(path)
     _require_file(path)
@@ -103,34 +105,38 @@ def open_tokens(path: str | Path, dtype: str | None = None) -> np.ndarray:
         dtype: type of a `.bin`: `uint16` (default) or `uint32`.
 
     Raises:
-        OSError: it cannot be read. ValueError: no file of tokens, a size that is not a multiple of
-            the dtype's, a dtype that is not allowed, a `.bin` that seems to hold uint32 where no
-            dtype is given, or no tokens.
+        OSError: the file cannot be read.
+        ValueError: not a file of tokens, a size that is not a multiple of the dtype's, a dtype that
+            is not allowed, a `.bin` that seems to hold uint32 where no dtype is given, or no
+            tokens.
     """
     path = Path(path)
     kind = kind_of(path)
     if kind == "npy":
         if dtype is not None and path.suffix.lower() == ".bin":
             raise ValueError(
-                f"{path} is numpy's .npy by its content, which says its own type: leave --token-dtype out"
+                f"{path} is numpy's .npy by its content, which says its own type: leave "
+                "--token-dtype out"
             )
         return _open_array(path)
     name = (dtype or "uint16") if kind == "bin" else "uint8"
     if name not in TOKEN_DTYPES:
         raise ValueError(f"token type {name!r} is unknown; allowed: {', '.join(TOKEN_DTYPES)}")
-    size, width = path.stat().st_size, np.dtype(TOKEN_DTYPES[name]).itemsize
+    token_dtype = np.dtype(TOKEN_DTYPES[name])
+    size = path.stat().st_size
+    width = token_dtype.itemsize
     if size % width:
         raise ValueError(
-            f"{path} has {size} bytes, which is not a multiple of {width} ({name}): it is truncated, or of "
-            "another type (--token-dtype)"
+            f"{path} has {size} bytes, which is not a multiple of {width} ({name}): it is "
+            "truncated, or of another type (--token-dtype)"
         )
     if size == 0:
         raise ValueError(f"{path} is empty")
-    tokens = np.memmap(path, dtype=np.dtype(TOKEN_DTYPES[name]).newbyteorder("<"), mode="r")
+    tokens = np.memmap(path, dtype=token_dtype.newbyteorder("<"), mode="r")
     if kind == "bin" and dtype is None and _looks_like_uint32(tokens):
         raise ValueError(
-            f"{path} seems to hold uint32: read as uint16, every second number is 0 or almost 0. Give --token-dtype "
-            "uint32, or --token-dtype uint16 if these are its tokens"
+            f"{path} seems to hold uint32: read as uint16, every second number is 0 or almost 0. "
+            "Give --token-dtype uint32, or --token-dtype uint16 if these are its tokens"
         )
     return tokens
 
@@ -143,32 +149,35 @@ def _require_file(path: Path) -> None:
     mode = os.stat(path).st_mode
     if stat.S_ISREG(mode):
         return
-    named = (
-        (stat.S_ISDIR, "a folder"),
-        (stat.S_ISFIFO, "a pipe (FIFO)"),
-        (stat.S_ISCHR, "a device"),
-        (stat.S_ISBLK, "a device"),
-        (stat.S_ISSOCK, "a socket"),
-    )
-    what = next((name for is_kind, name in named if is_kind(mode)), "not a regular file")
-    remedy = (
-        "give a file in it" if stat.S_ISDIR(mode) else "write the data to a file, and give that"
-    )
+    remedy = "write the data to a file, and give that"
+    if stat.S_ISDIR(mode):
+        what = "a folder"
+        remedy = "give a file in it"
+    elif stat.S_ISFIFO(mode):
+        what = "a pipe (FIFO)"
+    elif stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        what = "a device"
+    elif stat.S_ISSOCK(mode):
+        what = "a socket"
+    else:
+        what = "not a regular file"
     raise ValueError(f"{path} is {what}, and tokens are read from a file, more than once: {remedy}")
 
 
 def _of_container(path: Path, what: str, remedy: str) -> str:
+    """Return the message about a file that is a container."""
     return f"{path} is {what} by its content, not a text and not tokens: {remedy}"
 
 
 def _looks_like_uint32(tokens: np.ndarray) -> bool:
-    """Return whether uint16 numbers are halves of uint32 tokens, which have few high halves."""
+    """Return True if uint16 numbers are halves of uint32 tokens, which have few high halves."""
     pairs = min(len(tokens), SAMPLE) // 2
     if len(tokens) % 2 or pairs < FEWEST_PAIRS:
         return False
-    low, high = tokens[: 2 * pairs : 2], tokens[1 : 2 * pairs : 2]
-    # Tokens at even and at odd places of a text are alike. Of a small vocabulary, such as 0 to 3,
-    # both are small.
+    low = tokens[: 2 * pairs : 2]
+    high = tokens[1 : 2 * pairs : 2]
+    # In a file of uint16 tokens, those at even and at odd places are alike. With a small
+    # vocabulary, such as 0 to 3, both are small.
     only_zeros = not high.any() and bool(low.any())
     return only_zeros or (int(high.max()) <= HIGHEST_HALF and int(low.max()) > 255)
 
@@ -191,9 +200,10 @@ def _open_array(path: Path) -> np.ndarray:
                 return tokens
             reason = f"it holds {tokens.dtype.name} of shape {tokens.shape}"
         except (ValueError, EOFError) as error:
-            objects = "object" in str(error).lower() or "pickle" in str(error).lower()
-            said = str(error).splitlines()[0][:100]
-            reason = (
-                "it holds Python objects" if objects else f"it is truncated or damaged ({said})"
-            )
+            text = str(error)
+            if "object" in text.lower() or "pickle" in text.lower():
+                reason = "it holds Python objects"
+            else:
+                first_line = text.splitlines()[0][:100]
+                reason = f"it is truncated or damaged ({first_line})"
     raise ValueError(f"{path} is not an array of tokens in numpy's .npy format: {reason}. {remedy}")

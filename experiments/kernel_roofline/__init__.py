@@ -198,7 +198,7 @@ class Row:
         """Variant → metrics."""
         if not {"compile", "template", "torchao"}.isdisjoint(self.found):
             # not between the two: captured graphs launch what either compiled
-            torch._dynamo.reset()
+            torch.compiler.reset()
         try:
             expected = exact(self.case, self.inputs, self.direction, self.upstream)
         except torch.OutOfMemoryError:

@@ -446,8 +446,8 @@ VIEW = View(
     findings=findings,
     reading="A row per strategy and micro-batch, the fastest first. `recomputed` means activation "
     "checkpointing of every block, `selective` of all but attention and every other matmul. "
-    "`in 8s` is the group that shares a copy of the parameters. Where nothing fits, the answer says "
-    "how many devices the states alone need.",
+    "`in 8s` is the group that shares a copy of the parameters. Where nothing fits, the answer "
+    "says how many devices the states alone need.",
     prediction="Everything here is predicted: memory and operators in closed form, at the shares "
     "of the datasheets' peaks that a calibrated machine reached. How good they were: "
     "docs/learn/theory/simulation.md.",

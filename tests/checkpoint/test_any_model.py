@@ -101,7 +101,10 @@ def wrapped_by(name, module, context):
 
 
 def run_all_pairs(context, folder, optimizer_cls, odd, names, readers):
-    """Save under each of `names`, resume under each of `readers`; returns the pairs whose losses differ."""
+    """Save under each of `names`, resume under each of `readers`.
+
+    Returns the pairs whose losses differ.
+    """
     different = []
     for written in names:
         model, optimizer = built(context, written, optimizer_cls, Odd(**odd))
@@ -165,7 +168,9 @@ def test_every_strategy_resumes_what_every_other_has_written(tmp_path, case):
 
 @pytest.mark.parametrize("dtypes", [HALF, MIXED], ids=["bf16", "fp64, bf16 and fp32"])
 def test_strategies_that_keep_a_models_dtypes_resume_one_another(tmp_path, dtypes):
-    """FSDP keeps fp32 masters of bf16 parameters: other numbers, which the refusal lists by name."""
+    """FSDP keeps fp32 masters of bf16 parameters: other numbers, which the refusal lists by
+    name.
+    """
     odd = {"dtypes": dtypes, "empty": True, "scalar": True}
     assert run_ranks(run_all_pairs, 2, tmp_path, torch.optim.AdamW, odd, DDPS, DDPS)[0] == []
     assert (
@@ -192,7 +197,9 @@ def save_one(context, folder, names, odd):
 
 
 def steps_after_load(context, folder, names, odd):
-    """Return the steps that AdamW has counted for each parameter, after every checkpoint under every strategy."""
+    """Return the steps that AdamW has counted for each parameter, after every checkpoint under
+    every strategy.
+    """
     found = set()
     for written, name in itertools.product(names, names):
         model, optimizer = built(context, name, torch.optim.AdamW, Odd(**odd))
@@ -214,7 +221,7 @@ def test_odd_models_are_resumed_on_other_numbers_of_ranks(tmp_path, ranks):
         assert found == {1.0}
 
 
-# -- groups of the optimizer ---------------------------------------------------------------------------
+# -- groups of the optimizer -----------------------------------------------------------------------
 
 
 def groups_of(model, *names):
@@ -284,11 +291,13 @@ def test_a_tensor_of_no_module_cannot_be_stored_and_is_refused_on_every_rank(con
         Checkpointer(tmp_path, context).save(1, model, optimizer, strategy="bucketed", extra={})
 
 
-# -- a checkpoint of before ----------------------------------------------------------------------------
+# -- a checkpoint of before ------------------------------------------------------------------------
 
 
 def write_by_hand(folder, groups, parameters):
-    """Write a checkpoint of one rank as this format has always been: raw bytes in a file, and an index."""
+    """Write a checkpoint of one rank as this format has always been: raw bytes in a file, and an
+    index.
+    """
     data, tensors = b"", {}
     for key, value in parameters.items():
         parts = [[0, value.numel(), "rank_0_0.bin", len(data)]] if value.numel() else []
@@ -325,7 +334,9 @@ def write_by_hand(folder, groups, parameters):
     "frozen_in_group", [True, False], ids=["all in the group", "the trained in the group"]
 )
 def test_checkpoints_of_before_resume(one_rank, tmp_path, frozen_in_group):
-    """With frozen parameters in the group or not, and without the step of a parameter that has no elements."""
+    """With frozen parameters in the group or not, and without the step of a parameter that has no
+    elements.
+    """
     odd = {"frozen": ["first", "second"], "empty": True}
     module = Odd(**odd)
     named = dict(module.named_parameters())
@@ -355,7 +366,7 @@ def test_checkpoints_of_before_resume(one_rank, tmp_path, frozen_in_group):
         model.close()
 
 
-# -- what no checkpoint holds --------------------------------------------------------------------------
+# -- what no checkpoint holds ----------------------------------------------------------------------
 
 OTHER_DTYPES = [
     "complex64",
@@ -420,7 +431,12 @@ def test_the_trainer_refuses_such_a_model_before_its_first_step(one_rank, tmp_pa
 def test_the_trainer_refuses_shards_that_no_index_describes_before_its_first_step(
     context, tmp_path
 ):
-    """FSDP2 over matrices that ranks share trained up to the first checkpoint, and saved nothing."""
-    message = "fsdp2 with layout tp2 can be timed .* and not trained: checkpoints cannot hold its parameters"
+    """FSDP2 over matrices that ranks share trained up to the first checkpoint, and saved
+    nothing.
+    """
+    message = (
+        "fsdp2 with layout tp2 can be timed .* and not trained: checkpoints cannot hold its "
+        "parameters"
+    )
     with pytest.raises(ValueError, match=message):
         Run(context, tmp_path, strategy="fsdp2", layout="tp2", vocab=32, heads=4, batch=16)

@@ -1,4 +1,6 @@
-"""Checkpoints: resumed at any world size under any strategy, and damaged in every way that disks know."""
+"""Checkpoints: resumed at any world size under any strategy, and damaged in every way that disks
+know.
+"""
 
 import os
 import random
@@ -25,7 +27,8 @@ CUT = 3  # the step after which the checkpoint of these tests is written
 
 
 def train_and_save(context, root, strategies, changes):
-    """Six steps under each strategy, with a checkpoint after the third; the losses of the last three.
+    """Six steps under each strategy, with a checkpoint after the third; the losses of the last
+    three.
 
     Behind a strategy's name may stand a layout, as in `fsdp tp2`.
     """
@@ -129,7 +132,10 @@ SHARED = UNCLIPPED | {"vocab": 32, "heads": 4}  # what two ranks can share
 
 
 def test_ranks_that_share_matrices_continue_others_and_others_continue_them(tmp_path):
-    """Boxes of rows and columns, cut once more by ZeRO or FSDP, read whole; and whole ones read as boxes."""
+    """Boxes of rows and columns, cut once more by ZeRO or FSDP, read whole.
+
+    And whole ones read as boxes.
+    """
     written = run_ranks(
         train_and_save, 4, str(tmp_path), ["fsdp tp2", "zero1 tp2,cp2", "bucketed tp4"], SHARED
     )[0]
@@ -149,7 +155,9 @@ def test_ranks_that_share_matrices_continue_others_and_others_continue_them(tmp_
 
 
 def test_stages_of_a_pipeline_continue_others_and_others_continue_them(tmp_path):
-    """Each rank has some names alone: written and read by name, beside shared matrices and shards."""
+    """Each rank has some names alone: written and read by name, beside shared matrices and
+    shards.
+    """
     changes = SHARED | {"batch": 16, "accumulate": 2, "layers": 4}
     rows = ["fsdp pp2,tp2", "zero1 pp2-interleaved", "bucketed pp4", "fsdp"]
     written = run_ranks(train_and_save, 4, str(tmp_path), rows, changes)[0]
@@ -205,7 +213,7 @@ def test_what_is_stored_is_unpadded_by_name_and_shared_among_ranks(tmp_path):
         assert len(sizes) == ranks and max(sizes) < 1.1 * min(sizes)
 
 
-# -- damage ------------------------------------------------------------------------------------------------
+# -- damage ----------------------------------------------------------------------------------------
 
 
 def write_two(context, folder):
@@ -321,7 +329,7 @@ def test_a_checkpoint_of_another_model_lists_what_differs(context, two):
         trainer.resume()
 
 
-# -- writing that fails ------------------------------------------------------------------------------------
+# -- writing that fails ----------------------------------------------------------------------------
 
 
 @on_two_ranks
@@ -357,7 +365,9 @@ def go_on_with_keep_1(context, folder, steps):
 
 
 def test_the_last_one_that_can_be_loaded_is_never_deleted(copied):
-    """A bit flips in the newest, which shows in no file's size: what was rejected does not count as kept."""
+    """A bit flips in the newest, which shows in no file's size: what was rejected does not count as
+    kept.
+    """
     flip_a_bit(copied / "step_00000004" / "rank_0_0.bin")
     assert run_ranks(go_on_with_keep_1, 2, str(copied), 3) == [2, 2]
     assert sorted(path.name for path in copied.iterdir()) == [
@@ -382,7 +392,9 @@ class Died(BaseException):
 
 
 def test_what_is_deleted_has_lost_its_name_first(copied, monkeypatch):
-    """A deletion that is cut short, of a checkpoint written again or of an old one, leaves no half one to be read."""
+    """A deletion that is cut short, of a checkpoint written again or of an old one, leaves no half
+    one to be read.
+    """
     store = CheckpointFolder(copied)
 
     def begin_again():
@@ -425,7 +437,7 @@ def test_a_checkpoint_is_flushed_before_it_has_its_name_and_its_name_after(copie
     assert flushed == [(store.temporary_path_of(6), False), (copied, True)]
 
 
-# -- death while writing -----------------------------------------------------------------------------------
+# -- death while writing ---------------------------------------------------------------------------
 
 
 def die_while_saving(context, folder, point):

@@ -1,4 +1,5 @@
-"""Checkpoints that were made up, with checksums that fit: one clear sentence each, and nothing of the model touched.
+"""Checkpoints that were made up, with checksums that fit: one clear sentence each, and nothing of
+the model touched.
 
 Kinds of damage that a checksum shows are in `test_checkpoint.py`.
 """
@@ -91,7 +92,9 @@ def replaced(whole, path, change):
 
 
 def mutations(value, path=()):
-    """(what, how) of every change to a JSON value: a key less, an element less, or another kind of value."""
+    """(what, how) of every change to a JSON value: a key less, an element less, or another kind of
+    value.
+    """
 
     def changed(change):
         return lambda whole: replaced(whole, path, change)
@@ -196,7 +199,10 @@ def test_a_marker_that_is_no_marker(run):
 
 
 def test_what_is_no_regular_file_is_not_opened(run, tmp_path):
-    """A pipe that nobody writes to would be waited for without end; a link leads out of the folder."""
+    """A pipe that nobody writes to would be waited for without end.
+
+    A link leads out of the folder.
+    """
     data = path_of(run) / "rank_0_0.bin"
     data.rename(tmp_path / "data")
     os.mkfifo(data)
@@ -209,7 +215,7 @@ def test_what_is_no_regular_file_is_not_opened(run, tmp_path):
     assert "not a regular file" in refusal(run)
 
 
-# -- the index and the tensors -----------------------------------------------------------------------------
+# -- the index and the tensors ---------------------------------------------------------------------
 
 
 EMBEDDING, SIZE = "model/embedding.weight", 31 * 32
@@ -328,7 +334,10 @@ def test_a_marker_that_is_larger_than_any_is_not_read(run):
 
 
 def test_data_that_was_made_up_is_refused_in_one_line_though_its_checksum_fits(run):
-    """All bytes are numbers of some tensor; but not every number is a weight, or the state of a generator."""
+    """All bytes are numbers of some tensor.
+
+    But not every number is a weight, or the state of a generator.
+    """
     path, original = path_of(run) / "rank_0_0.bin", marker_of(run)
     data = path.read_bytes()
 

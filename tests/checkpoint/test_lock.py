@@ -1,4 +1,6 @@
-"""One writer per run folder: who is refused, whose lock is taken over, and that nobody shares it."""
+"""One writer per run folder: who is refused, whose lock is taken over, and that nobody
+shares it.
+"""
 
 import json
 import os

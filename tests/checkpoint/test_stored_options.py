@@ -1,4 +1,6 @@
-"""Options of optimizers and `extra`: given back in their type, or refused on every rank before anything is written."""
+"""Options of optimizers and `extra`: given back in their type, or refused on every rank before
+anything is written.
+"""
 
 import collections
 import enum
@@ -122,7 +124,10 @@ def build(context, kind, options):
 
 @on_two_ranks
 def test_a_number_may_be_stored_as_one_type_and_loaded_as_another(context, tmp_path):
-    """A tensor for the rate in one run and a number in the next; half a step does not become none."""
+    """A tensor for the rate in one run and a number in the next.
+
+    Half a step does not become none.
+    """
     saver = Checkpointer(tmp_path, context)
     model, optimizer = build(context, "whole", {"lr": torch.tensor(0.5), "foreach": False})
     step(model, optimizer)
@@ -281,7 +286,9 @@ def test_whatever_fails_in_a_writer_reaches_every_rank_and_leaves_nothing(
 
 @on_two_ranks
 def test_a_snapshot_that_fails_on_one_rank_is_an_error_on_all(context, tmp_path, monkeypatch):
-    """No host memory for the copy, a generator that cannot be read, a copy that the GPU did not make, no thread."""
+    """No host memory for the copy, a generator that cannot be read, a copy that the GPU did not
+    make, no thread.
+    """
     saver, model = Checkpointer(tmp_path, context), wrapped(context)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 

@@ -1,4 +1,6 @@
-"""Raw bytes and their index: what was written by some ranks and threads is read in any other parts."""
+"""Raw bytes and their index: what was written by some ranks and threads is read in any
+other parts.
+"""
 
 import pytest
 import torch

@@ -66,7 +66,9 @@ def freed_in_pieces(context):
 
 @pytest.mark.gpu
 def test_what_was_freed_in_pieces_serves_a_larger_tensor():
-    """Else 126 GiB of tensors did not fit into 138: no piece, once reserved, was of use to anything larger."""
+    """Else 126 GiB of tensors did not fit into 138: no piece, once reserved, was of use to anything
+    larger.
+    """
     assert run_ranks(freed_in_pieces, 1, backend="nccl")[0] < 2**26
 
 
@@ -76,9 +78,13 @@ OUTSIDE = {
     "RANK=2 WORLD_SIZE=2": "RANK=2 must be below WORLD_SIZE=2: .* from 0 to 1",
     "RANK=0 WORLD_SIZE=0": "WORLD_SIZE=0 must be at least 1",
     "RANK=1": "RANK=1 is set and WORLD_SIZE is not",
-    "RANK=1 WORLD_SIZE=4 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2": "LOCAL_RANK=2 must be below LOCAL_WORLD_SIZE=2",
+    "RANK=1 WORLD_SIZE=4 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2": (
+        "LOCAL_RANK=2 must be below LOCAL_WORLD_SIZE=2"
+    ),
     "RANK=0 WORLD_SIZE=2": "RANK=0 is set and MASTER_ADDR is not",
-    "RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=65536": "a port is a number from 1 to 65535",
+    "RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=65536": (
+        "a port is a number from 1 to 65535"
+    ),
 }
 
 
@@ -167,7 +173,9 @@ def test_every_rank_knows_its_place(context):
 
 
 def join_late(context, path):
-    """(when this rank had connected to the others, when its context opened) for a group that rank 1 joins late."""
+    """(when this rank had connected to the others, when its context opened) for a group that rank 1
+    joins late.
+    """
     dist.destroy_process_group()
     connect, connected_at = dist.init_process_group, []
 

@@ -1,4 +1,6 @@
-"""All-reduce by copy engines: its arithmetic in one process, its refusals on gloo, itself on GPUs."""
+"""All-reduce by copy engines: its arithmetic in one process, its refusals on gloo, itself
+on GPUs.
+"""
 
 import pytest
 import torch
@@ -59,7 +61,9 @@ def sums_many(context):
 @pytest.mark.multigpu
 @pytest.mark.parametrize("world_size", [1, 2, 1, 4, 2])
 def test_tensors_are_averaged_again_and_again(world_size):
-    """One after the other, in processes that stay: some ranks have had a rendezvous before and some have not."""
+    """One after the other, in processes that stay: some ranks have had a rendezvous before and some
+    have not.
+    """
     if world_size > torch.cuda.device_count():
         pytest.skip(f"needs {world_size} GPUs, this machine has {torch.cuda.device_count()}")
     run_ranks(sums_many, world_size, backend="nccl")

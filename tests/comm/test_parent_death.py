@@ -37,7 +37,9 @@ def ends_within(pid, seconds):
 
 
 def parent_and_child(code):
-    """A parent, and the process id of its child, which runs this code and has said that it is ready."""
+    """A parent, and the process id of its child, which runs this code and has said that it is
+    ready.
+    """
     command = [sys.executable, "-c", PARENT, code]
     pipe = subprocess.PIPE
     parent = subprocess.Popen(
@@ -59,7 +61,10 @@ def test_a_child_ends_when_its_parent_is_killed(function):
 
 
 def test_a_rank_whose_agent_died_before_it_could_ask_ends_itself(tmp_path):
-    """The kernel reports a parent's death only from when it is asked to; until then a rank imports torch."""
+    """The kernel reports a parent's death only from when it is asked to.
+
+    Until then a rank imports torch.
+    """
     go = tmp_path / "go"
     child_code = f"""
 import os, time

@@ -17,7 +17,10 @@ def values(rank, message, shape):
 
 
 def means(context, shard_size, first):
-    """All messages under way at once; from `first` on they are waited for in the order in which they were started."""
+    """All messages under way at once.
+
+    From `first` on they are waited for in the order in which they were started.
+    """
     mesh = hybrid_mesh(context.group, shard_size)
     sender = TwoLevelAllReduce(MeshGroups(context.group, mesh.get_group(0), mesh.get_group(1)))
     for _ in range(2):  # nothing is left over from the first round
@@ -50,6 +53,8 @@ def means(context, shard_size, first):
     ],
 )
 def test_messages_become_the_mean_over_all_ranks(backend, ranks, shard_size):
-    """On two GPUs one of the levels is a single rank, and all three steps are taken nevertheless."""
+    """On two GPUs one of the levels is a single rank, and all three steps are taken
+    nevertheless.
+    """
     for first in (0, 4):
         run(means, ranks, shard_size, first, backend=backend)

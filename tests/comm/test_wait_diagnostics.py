@@ -27,7 +27,9 @@ TIMEOUT_S = 1.5
 
 
 def impatient(context, longer_s=0.0):
-    """A group of all ranks, made once they have met: how long one takes to start is no part of its timeout."""
+    """A group of all ranks, made once they have met: how long one takes to start is no part of its
+    timeout.
+    """
     dist.barrier(context.group)
     return dist.new_group(timeout=timedelta(seconds=TIMEOUT_S + longer_s))
 
@@ -118,7 +120,10 @@ def test_ranks_in_the_same_call_at_different_places_of_the_program_are_told_so(h
     assert set(caught.value.failures) == {0, 1}
     for rank, text in caught.value.failures.items():
         message = text.strip().splitlines()[-1]
-        place = rf"rank {1 - rank} waits elsewhere \(\w+ \w+, as collective \d+ of the group; here it is \w+ \d+\)"
+        place = (
+            rf"rank {1 - rank} waits elsewhere "
+            r"\(\w+ \w+, as collective \d+ of the group; here it is \w+ \d+\)"
+        )
         assert re.search(place, message), message
         assert "ranks take different numbers of steps or micro-batches" in message
         assert "all ranks came" not in message
@@ -149,7 +154,8 @@ def test_uneven_micro_batches_are_named_before_messages_meet(counts):
 
 @on_two_ranks
 def test_what_a_thread_in_the_background_waits_for_is_not_what_its_rank_does(context):
-    """Of a rank that was killed while it wrote a checkpoint, others said that it takes another branch.
+    """Of a rank that was killed while it wrote a checkpoint, others said that it takes another
+    branch.
 
     Rank 1's program does not come; a thread of it, such as a checkpoint's, is in a collective of
     its own.
@@ -187,7 +193,9 @@ def test_a_wait_that_ended_is_taken_back(context):
 
 
 def watched(context, error, timeout_s, seconds):
-    """What the watch of a rank on NCCL says within so many of its seconds, here as short as possible; it may end it."""
+    """What the watch of a rank on NCCL says within so many of its seconds, here as short as
+    possible; it may end it.
+    """
     ticks, said = iter([False] * seconds + [True]), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
         patch.setattr(dist.ProcessGroup, "name", lambda group: "nccl")
@@ -224,7 +232,10 @@ def test_on_nccl_a_rank_without_a_sign_of_life_is_lost_and_one_that_has_left_is_
         dist.barrier()
         if context.rank == 0:
             said = watched(context, ErrorType.SUCCESS, timeout_s=3, seconds=8)
-            lost = "rank 0 lost rank 1: it has given no sign of life for 3 s, so it was stopped, or its host is out of "
+            lost = (
+                "rank 0 lost rank 1: it has given no sign of life for 3 s, so it was stopped, or "
+                "its host is out of "
+            )
             assert said == "left" if leaves else said.startswith(lost)
         dist.barrier()
         dist.distributed_c10d._get_default_store().set("alive/1", "7")

@@ -29,8 +29,8 @@ FIELDS = {  # what tests want to see, over the preset
 
 @pytest.fixture(scope="session")
 def smoke(tmp_path_factory):
-    """The rows of an experiment's run in small and its folder: made once, also where several processes test, and left
-    alone."""
+    """The rows of an experiment's run in small and its folder: made once, also where several
+    processes test, and left alone."""
     root = tmp_path_factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
 
@@ -48,5 +48,7 @@ def smoke(tmp_path_factory):
 
 @pytest.fixture
 def few_resamples(monkeypatch):
-    """Make intervals of 300 resamples, for tests of many runs: sentences and tests see the same ones."""
+    """Make intervals of 300 resamples, for tests of many runs: sentences and tests see the same
+    ones.
+    """
     monkeypatch.setattr("distlab.measure.interleaved.RESAMPLES", 300)

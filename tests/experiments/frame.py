@@ -1,4 +1,6 @@
-"""Experiments as tests run them: in a preset, in this process or on ranks, and as the command does."""
+"""Experiments as tests run them: in a preset, in this process or on ranks, and as the
+command does.
+"""
 
 import importlib
 import os
@@ -33,7 +35,8 @@ def measured(experiment, root, preset="smoke", timeout_s=20.0, **fields):
 
 
 def on_rank(context, name, root, preset, fields):
-    """Run `measured` on this rank, with our kernels in plain torch: interpreting them takes ten times as long.
+    """Run `measured` on this rank, with our kernels in plain torch: interpreting them takes ten
+    times as long.
 
     All rows are explained, however slow the host is, and each from a trace of two steps instead of
     five.
@@ -60,8 +63,8 @@ def _measured(experiment, context, root, preset, fields):
 def refused(capsys, *arguments):
     """The one line with which `distlab run …` refuses these arguments.
 
-    A command whose ranks may start runs in a fork. Under xdist this process has a second thread, and
-    there each rank would import torch again.
+    A command whose ranks may start runs in a fork. Under xdist this process has a second thread,
+    and there each rank would import torch again.
     """
     if "--nproc" in arguments:
         code, said = _in_a_fork(["-m", "launch", "run", *arguments])

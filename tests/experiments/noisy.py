@@ -1,4 +1,6 @@
-"""Made-up timings of variants of known speed, for tests that findings claim no more than their intervals."""
+"""Made-up timings of variants of known speed, for tests that findings claim no more than their
+intervals.
+"""
 
 from random import Random
 
@@ -36,7 +38,9 @@ class Noise:
         self.keeps_samples = self.random.random() < 0.8  # otherwise only medians, as old records do
 
     def metrics(self, *clocks):
-        """Timings of a variant by each of `clocks`, of which the true one is 1.0, 1.04 or 1.3 ms."""
+        """Timings of a variant by each of `clocks`, of which the true one is 1.0, 1.04 or
+        1.3 ms.
+        """
         found = {}
         for clock in clocks:
             true_ms = self.random.choice([1.0, 1.04, 1.3])
@@ -52,7 +56,9 @@ class Noise:
 
 
 def side_of_one(metrics, name):
-    """Return `faster`, `slower`, or `unclear` where a ratio's interval contains 1 or there is none."""
+    """Return `faster`, `slower`, or `unclear` where a ratio's interval contains 1 or there
+    is none.
+    """
     low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
     if low is None or high is None or low <= 1 <= high:
         return "unclear"

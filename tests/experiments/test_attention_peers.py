@@ -1,4 +1,6 @@
-"""Shapes of attention, the float64 result that benchmarks judge by, and the peers they time, on a CPU."""
+"""Shapes of attention, the float64 result that benchmarks judge by, and the peers they time, on a
+CPU.
+"""
 
 import itertools
 

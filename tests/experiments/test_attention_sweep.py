@@ -83,8 +83,8 @@ def test_peers_that_are_faster_are_named_and_the_mean_is_of_the_twelve():
         rows[number].metrics.update(ours_over_wall_low=low, ours_over_wall_high=high)
     assert sweep.crossovers(rows) == [
         "A peer is faster at 1x1x8x8 (sdpa, ours / it 1.50 (95 %: 1.01 to 1.60)).",
-        "This run cannot tell which is faster in 1 of 4 rows of peers, by the wall. Noise is up to ± 50 %: try more "
-        "--rounds, or a machine that does nothing else.",
+        "This run cannot tell which is faster in 1 of 4 rows of peers, by the wall. Noise is up to "
+        "± 50 %: try more --rounds, or a machine that does nothing else.",
     ]
     headline = sweep.EXPERIMENT.view.headline(rows)
     by_the_wall = "0.900 (95 %: 0.865 to 0.935) by the wall"

@@ -1,4 +1,6 @@
-"""Chains of operations as one kernel: right against float64, their traffic by hand, and what is said of them."""
+"""Chains of operations as one kernel: right against float64, their traffic by hand, and what is
+said of them.
+"""
 
 from functools import partial
 
@@ -63,7 +65,10 @@ def test_what_the_kernel_has_no_form_for():
 
 
 def test_the_traffic_of_a_chain():
-    """Residual + RMSNorm + SiLU: three, two and two tensors one by one; three fused, four where the sum is stored."""
+    """Residual + RMSNorm + SiLU: three, two and two tensors one by one.
+
+    Three fused, four where the sum is stored.
+    """
     tensor = 8192 * 4096 * 2
     graph = chain_graph(("add", "rms_norm", "silu"), (8192, 4096), 2)
     vector = 4096 * 2

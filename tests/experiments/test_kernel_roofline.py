@@ -1,4 +1,6 @@
-"""The kernel benchmark without a GPU: its rows, their correctness column, resuming, predictions and pictures."""
+"""The kernel benchmark without a GPU: its rows, their correctness column, resuming, predictions and
+pictures.
+"""
 
 import dataclasses
 import re
@@ -179,7 +181,10 @@ def test_predictions_are_close_where_the_whole_interval_is():
         counted(1.14, 0.84)
         == "Of 2 predicted ratios to the naive form 1 are within 15 %, 1 are not."
     )
-    doubt = "Of 1 predicted ratios to the naive form 0 are within 15 %, 0 are not. For 1 this run cannot tell. Noise"
+    doubt = (
+        "Of 1 predicted ratios to the naive form 0 are within 15 %, 0 are not. For 1 this run "
+        "cannot tell. Noise"
+    )
     assert counted(1.14, noise_pct=5.0).startswith(doubt)
 
 
@@ -188,7 +193,9 @@ def test_noise_makes_no_verdict(few_resamples):
 
 
 def verdicts_follow_intervals(seed):
-    """Of made-up runs: the rows that are counted as faster, slower and unclear are those whose intervals say so."""
+    """Of made-up runs: the rows that are counted as faster, slower and unclear are those whose
+    intervals say so.
+    """
     noise = Noise(seed)
     records = []
     for label in ("f 8", "g 8", "h 8"):

@@ -65,7 +65,10 @@ def test_peers_are_set_up_as_their_users_would():
 
 
 def test_a_run_that_was_cut_off_goes_on_elsewhere(tmp_path):
-    """With no time at all only plans are written; of them two files are enough to do what is left on another disk."""
+    """With no time at all only plans are written.
+
+    Of them two files are enough to do what is left on another disk.
+    """
     known = {"keeps", "predicted_peak_bytes", "free_bytes"}
     assert all(set(r.metrics) == known for r in measured(EXPERIMENT, tmp_path, minutes=1e-9))
     copied = tmp_path / "elsewhere" / "long_context" / "run"

@@ -1,4 +1,6 @@
-"""The parts of the study on a small model: what is predicted is what comes out, and what must break breaks."""
+"""The parts of the study on a small model: what is predicted is what comes out, and what must break
+breaks.
+"""
 
 import pytest
 import torch

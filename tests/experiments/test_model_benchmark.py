@@ -1,4 +1,7 @@
-"""The benchmark of a model's parts and the taking apart of its step, on two gloo ranks; broken ones are caught."""
+"""The benchmark of a model's parts and the taking apart of its step, on two gloo ranks.
+
+Broken ones are caught.
+"""
 
 import os
 from random import Random
@@ -39,7 +42,9 @@ PARTS = {"profile": True, "memory": True}
 
 
 def two_runs(context, root):
-    """What needs ranks: a sweep in which one of them fails, and a step with communication taken apart."""
+    """What needs ranks: a sweep in which one of them fails, and a step with communication taken
+    apart.
+    """
     # Interpreted kernels are off, as a user without a GPU finds them, whatever the tests of kernels
     # set.
     with memory_runs_out_once(context.rank == 1), patch.dict(os.environ, TRITON_INTERPRET="0"):
@@ -112,7 +117,9 @@ def test_a_predicted_peak_is_of_what_a_mode_holds():
 
 
 def test_what_fails_is_a_row_and_the_sweep_goes_on(results):
-    """Memory runs out on one of two ranks, and flash attention has no GPU: rows on both, and more rows after them."""
+    """Memory runs out on one of two ranks, and flash attention has no GPU: rows on both, and more
+    rows after them.
+    """
     rows = {record.variant: record.metrics for record in results["sweep"]}
     assert rows["sdpa, forward, warm-up 0"]["status"] == "ok"
     assert (
@@ -189,7 +196,10 @@ def test_what_forms_of_a_block_save(one_rank, tmp_path):
 def test_the_peaks_of_a_forward_and_of_a_step_are_predicted(
     one_rank, tmp_path, attention, dtype, context
 ):
-    """Within 3 %: of a step the CPU's norms keep two tensors more; naive attention, with its scores, needs 10 %."""
+    """Within 3 %: of a step the CPU's norms keep two tensors more.
+
+    Naive attention, with its scores, needs 10 %.
+    """
     sizes = {"size": ("small",), "layers": (1,), "context": (context,)}
     (trial,) = BenchmarkConfig(**SMALL | sizes, attention=(attention,), dtype=(dtype,)).trials()
     rows = [metrics for _, metrics in memory(one_rank, trial, tmp_path, "small")[MEMORY]]
@@ -309,7 +319,9 @@ def test_noise_makes_no_cost_of_the_profiler():
 
 
 def cost_is_told_beyond_the_noise(seed):
-    """Of made-up runs: a difference inside the timer's noise is not left to stand as the profiler's."""
+    """Of made-up runs: a difference inside the timer's noise is not left to stand as the
+    profiler's.
+    """
     random = Random(seed)
     error, noise = random.gauss(0, 10), random.choice([0.5, 5.0, 40.0])
     metrics = {

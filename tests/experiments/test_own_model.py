@@ -1,4 +1,6 @@
-"""A user's model through `--model`: right with every strategy whose contract admits it, the others say why not."""
+"""A user's model through `--model`: right with every strategy whose contract admits it, the others
+say why not.
+"""
 
 import re
 from dataclasses import replace
@@ -105,7 +107,9 @@ WRAPPERS = "tests.bench.own_wrappers:"
 
 
 def test_a_users_wrapper_is_a_row(tmp_path):
-    """Right ones are compared, wrong ones are printed as wrong, one that raises does not end the run."""
+    """Right ones are compared, wrong ones are printed as wrong, one that raises does not end the
+    run.
+    """
     wraps = [WRAPPERS + name for name in ("overlapped", "summed", "silent", "raising", "torch_ddp")]
     choice = {"factory": "tests.bench.odd_values:large", "check_steps": 2, **SHORT}
     choice |= {"strategies": ("local", "bucketed", "torch-ddp"), "wraps": tuple(wraps)}
@@ -150,7 +154,9 @@ def test_a_users_wrapper_around_the_labs_transformer(tmp_path):
 
 @pytest.mark.parametrize("name, ranks", [("bf16", 2), ("large", 3)])
 def test_nobody_is_accused_of_rounding(name, ranks, tmp_path):
-    """FSDP has fp32 copies of bf16 parameters, and gradients of data around ±100 round by more than 1e-5."""
+    """FSDP has fp32 copies of bf16 parameters, and gradients of data around ±100 round by more than
+    1e-5.
+    """
     choice = {"factory": f"tests.bench.odd_values:{name}", "check_steps": 2, **SHORT}
     choice |= {
         "strategies": ("local", "naive", "bucketed", "fsdp", "torch-ddp"),

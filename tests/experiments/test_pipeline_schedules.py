@@ -1,4 +1,6 @@
-"""Pipelines' schedules, simulated and measured: rows of both, and what is derived from actions' durations."""
+"""Pipelines' schedules, simulated and measured: rows of both, and what is derived from actions'
+durations.
+"""
 
 import pytest
 

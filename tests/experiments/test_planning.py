@@ -92,8 +92,8 @@ def test_plan_on_a_cluster(tmp_path):
 
 
 def test_layouts_are_offered_where_a_model_can_be_shared():
-    """Those that do not divide the heads, the words, the sequence, the batch or a node are left out, and refused where
-    they were asked for.
+    """Those that do not divide the heads, the words, the sequence, the batch or a node are left
+    out, and refused where they were asked for.
     """
     fields = {"model": "llama-8B", "batch": 1024, "device": "h100:1024"}
     offered = {str(layout) for layout in PlanConfig(**fields).offered()}
@@ -126,7 +126,10 @@ def test_layouts_are_offered_where_a_model_can_be_shared():
 
 @pytest.mark.parametrize("count", [8, 1024])
 def test_a_plan_takes_the_fastest_layout_that_fits(tmp_path, count):
-    """Sequences that one GPU's memory cannot hold without full recomputation are shared; why the next loses is said."""
+    """Sequences that one GPU's memory cannot hold without full recomputation are shared.
+
+    Why the next loses is said.
+    """
     fields = {"model": "llama-8B", "batch": count, "cluster": f"dgx-h100:{count}", "context": 32768}
     records = measured(plan.EXPERIMENT, tmp_path, **fields, strategies=("fsdp",))
     fitting = [record for record in records if record.metrics["fits"]]
@@ -187,7 +190,10 @@ def test_one_definition_says_which_model_every_command_means(config):
 
 
 def test_how_a_model_computes_decides_what_is_predicted():
-    """Compiled it is faster and keeps less; fused kernels also take the loss by chunks; naive attention is large."""
+    """Compiled it is faster and keeps less.
+
+    Fused kernels also take the loss by chunks; naive attention is large.
+    """
     fields = {
         "model": "small",
         "batch": 64,
@@ -221,7 +227,9 @@ CHOICES = [
 
 
 def test_the_first_choice_is_the_fastest_simulated():
-    """By events the strategies' own code takes longer than the closed form: messages do not flow evenly."""
+    """By events the strategies' own code takes longer than the closed form: messages do not flow
+    evenly.
+    """
     model = ModelConfig(2048, 8192, 2, 16, vocab_size=32_000, context_length=1024)
     machine = machine_on(cluster("dgx-h200:2x8"), head_dim=128)
     told = {choice: estimated(model, choice, machine, 16).step for choice in CHOICES}
@@ -301,9 +309,9 @@ def test_scaling(tmp_path):
 
 
 def test_predictions_are_kept():
-    """The committed predictions cover every case and lie within 15 % of every measured step but two, whose host was
-    busy; batch 8 on two ranks and `local` of the smaller model calibrated them, nothing else
-    did."""
+    """The committed predictions cover every case and lie within 15 % of every measured step but
+    two, whose host was busy; batch 8 on two ranks and `local` of the smaller model calibrated them,
+    nothing else did."""
     records = read_json(ROOT / "records" / "predict" / "cpu-h200.json")
     with pytest.raises(ValueError, match="'zero9' is unknown"):
         PredictConfig(calibrate=RECORD, models=(("xl", 2),), rows=("zero9",))
@@ -331,7 +339,9 @@ def test_predictions_are_kept():
 def test_a_mode_writes_its_own_rows_and_they_are_shown_again(
     tmp_path, capsys, mode, picture, devices
 ):
-    """The devices are of a datasheet: the frame once took them for where to compute, and refused them."""
+    """The devices are of a datasheet: the frame once took them for where to compute, and refused
+    them.
+    """
     arguments = ["run", "plan", mode, "--preset", "smoke", "--devices", devices]
     assert main([*arguments, "--out", str(tmp_path), "--json"]) == 0
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -410,7 +420,9 @@ def test_more_ranks_than_can_be_simulated_are_refused(capsys):
 @pytest.mark.parametrize("gpus", [1, 2, 8])
 @pytest.mark.parametrize("batch", [10**12, 1_000_000_007, 720_720])
 def test_a_plan_asks_for_few_choices_whatever_the_batch(tmp_path, monkeypatch, batch, gpus):
-    """A batch has up to 240 divisors, and a step up to 10^12 micro-batches: neither is gone through."""
+    """A batch has up to 240 divisors, and a step up to 10^12 micro-batches: neither is gone
+    through.
+    """
     asked = []
     memory, estimated = fastest.memory, fastest.estimated
     monkeypatch.setattr(
@@ -436,7 +448,9 @@ def test_a_plan_asks_for_few_choices_whatever_the_batch(tmp_path, monkeypatch, b
     ],
 )
 def test_what_is_not_tried_would_not_be_shown(tmp_path, fields):
-    """The fastest that fits of each layout, and of each way without one, as if every choice had been tried."""
+    """The fastest that fits of each layout, and of each way without one, as if every choice had
+    been tried.
+    """
     config = PlanConfig(**fields, strategies=("bucketed", "zero1", "fsdp"))
     machine, (_, ranks) = config.machine(), config.fleet()
     for layout in config.offered():

@@ -28,8 +28,8 @@ def rows(tmp_path_factory):
 
 
 def test_the_bars(rows):
-    """Step time within 15 % and memory within 10 % of torchtitan's; other misses have their reason, as have those of
-    long sequences that four and eight GPUs share."""
+    """Step time within 15 % and memory within 10 % of torchtitan's; other misses have their reason,
+    as have those of long sequences that four and eight GPUs share."""
     for name, record in rows.items():
         if name.startswith("Llama 3.1 8B") and name[-4:] not in ("CP 4", "CP 8"):
             assert abs(record.metrics["step_ms_error_pct"]) <= 15, name
@@ -64,7 +64,10 @@ def test_zero_table(rows):
 
 
 def test_what_muon_adds_to_a_step(rows):
-    """Its products, and messages to the owners of matrices and back; it keeps one moment of a matrix, not two."""
+    """Its products, and messages to the owners of matrices and back.
+
+    It keeps one moment of a matrix, not two.
+    """
     adamw, muon = (
         rows[f"3.4 B, ZeRO-1 with {name}, 2 H100"].metrics for name in ("AdamW", "Muon, exchanged")
     )
@@ -107,7 +110,10 @@ def test_what_does_not_fit_says_by_how_much_and_what_would():
 
 
 def test_gpus_that_share_a_sequence_take_longer_than_ones_own_and_as_much_memory(rows):
-    """Each has 32,768 tokens, whose attention sees all others; torchtitan's peaks, too, differ by 1 % at most."""
+    """Each has 32,768 tokens, whose attention sees all others.
+
+    Torchtitan's peaks, too, differ by 1 % at most.
+    """
     shared = [record for name, record in rows.items() if "CP" in name]
     for less, more in itertools.pairwise(shared):
         assert 1.4 < more.metrics["predicted_step_ms"] / less.metrics["predicted_step_ms"] < 2

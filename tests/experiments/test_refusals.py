@@ -1,4 +1,6 @@
-"""What cannot be is refused in one line, which names the value, before anything is measured or a rank is started."""
+"""What cannot be is refused in one line, which names the value, before anything is measured or a
+rank is started.
+"""
 
 import re
 
@@ -10,7 +12,9 @@ from tests.experiments.frame import refused
 
 REFUSED = {
     "collectives --sizes 4096": "give two or more positive sizes",
-    "collectives --nproc 1 --backend gloo": "one rank alone sends nothing: start two or more with --nproc",
+    "collectives --nproc 1 --backend gloo": (
+        "one rank alone sends nothing: start two or more with --nproc"
+    ),
     "collectives --nproc 3 --backend gloo --group-sizes 2 4": "group sizes (2, 4) on 3 rank",
     "collectives --nproc 2 --backend gloo --sizes 4096 1000000000000": "give smaller --sizes",
     "attention_steps --quick --length 200 --head-dims 64": "give a multiple of 128",
@@ -21,10 +25,12 @@ REFUSED = {
     "plan kernel matmul 3": "matmul has no shape of 1 dimension(s); give three: M, K, N",
     "plan kernel rope 3": "rope has no shape of 1 dimension(s); give two or more",
     "plan occupansy": "'occupansy' is unknown (did you mean occupancy?); allowed: gpus, kernel",
-    "ddp_bench --nproc 2 --backend gloo --strategies hsdp --shard-size 3": "shard_size=3 does not divide the 2 ranks; "
-    "allowed: [1, 2]",
+    "ddp_bench --nproc 2 --backend gloo --strategies hsdp --shard-size 3": "shard_size=3 does not "
+    "divide the 2 ranks; allowed: [1, 2]",
     "ddp_bench --nproc 2 --backend gloo --out /dev/null/results": "pass --out",
-    "ddp_bench --nproc 1 --backend gloo --batch 100000000 --check-steps 0": "does not fit in the memory of cpu",
+    "ddp_bench --nproc 1 --backend gloo --batch 100000000 --check-steps 0": (
+        "does not fit in the memory of cpu"
+    ),
     "ddp_bench --model resnet": "package.module:function",
     "ddp_bench --model a:b --size xl": "--size is of the lab's Transformer",
     "ddp_bench --model a:b --compile blocks": "--compile blocks is for",
@@ -35,14 +41,18 @@ REFUSED = {
     "kernel_roofline --quick --only add --chain add": "give one of them",
     "long_context --scale 2": "scale='2': give a fraction above 0 and at most 1, such as 1/8",
     "long_context --scale a/b": "scale='a/b': give a fraction",
-    "long_context --rows fsdp3": "'fsdp3' is unknown (did you mean fsdp?); allowed: fsdp, fsdp blocks",
+    "long_context --rows fsdp3": (
+        "'fsdp3' is unknown (did you mean fsdp?); allowed: fsdp, fsdp blocks"
+    ),
     "model_comparison --quick --layer --ways torch": "--ways are of the Transformer",
     "model_benchmark --checkpointing every-0": "choose none, block, every-K",
     "model_benchmark --steps 2": "at least 3",
     "plan --devices h99:8": "device 'h99' is unknown; choose one of",
     "plan --devices h100:x": "give a name and a number",
     "plan --devices h100:1024 --batch 4": "leaves some of 1024 devices without one",
-    "plan --devices h100:1024 --batch 1036": "1024 devices do not divide a batch of 1036; the nearest is --batch 1024",
+    "plan --devices h100:1024 --batch 1036": (
+        "1024 devices do not divide a batch of 1036; the nearest is --batch 1024"
+    ),
     "plan --model huge": "model size 'huge' is unknown",
     "plan --strategies magic": "'magic' is unknown",
     "plan --tokens 0": "tokens",
@@ -59,14 +69,18 @@ REFUSED = {
     "plan --sweep --timeline": "--sweep and --timeline: give one of them",
     "plan --sweep --strategies local": "'local' is unknown",
     "plan --sweep --recomputation block none": "'block,none'",
-    "plan --sweep --devices h200:8": "plan --sweep takes the numbers from --ranks: give --devices h200",
+    "plan --sweep --devices h200:8": (
+        "plan --sweep takes the numbers from --ranks: give --devices h200"
+    ),
     "plan --sweep --batch 4 --ranks 8 16": "batch=4 is smaller than the data-parallel size 8",
     "plan --sweep --model a:b": "plan --sweep is of the lab's Transformer",
     "plan --recomputation half": "recomputation: 'half' is unknown",
     "plan --timeline --strategies torch-ddp": "is torch's",
     "plan --timeline --compile blocks": "no compiler runs on tensors",
     "plan --timeline --recomputation qkv:3": "add up to the 50 blocks",
-    "plan --timeline --strategies hsdp --devices h100:16 --group 3": "groups of 3 do not divide 16 ranks",
+    "plan --timeline --strategies hsdp --devices h100:16 --group 3": (
+        "groups of 3 do not divide 16 ranks"
+    ),
     "gpu_lessons --quick --elements 5000": "give a power of two",
 }
 WITHOUT_A_GPU = {

@@ -1,4 +1,6 @@
-"""Every experiment of the registry: runs in its smallest form, is listed, and what it saved is shown anew."""
+"""Every experiment of the registry: runs in its smallest form, is listed, and what it saved is
+shown anew.
+"""
 
 import importlib
 import json

@@ -1,4 +1,6 @@
-"""Each mistake is caught by the check that is named for it, and its healthy counterpart passes all of them."""
+"""Each mistake is caught by the check that is named for it, and its healthy counterpart passes all
+of them.
+"""
 
 import pytest
 
@@ -25,7 +27,9 @@ def examine_all(context):
 
 
 def examine_broken(context, name):
-    """What is caught by an error raises on all ranks at one place, so that they can go on together."""
+    """What is caught by an error raises on all ranks at one place, so that they can go on
+    together.
+    """
     if MISTAKES[name].check != ERROR:
         return examine(context, name, True, 2, STEPS)
     with pytest.raises(RuntimeError) as caught:
@@ -71,7 +75,9 @@ def test_without_zigzag_the_last_rank_sees_most_pairs(examined):
 
 
 def test_a_mistake_that_passes_is_reported(monkeypatch, examined, tmp_path, capsys):
-    """The verdict is not for show: a run with the mistake that is as healthy as the other is no catch."""
+    """The verdict is not for show: a run with the mistake that is as healthy as the other is no
+    catch.
+    """
     healthy, _ = examined["no broadcast"]
     monkeypatch.setattr(sabotage, "run_ranks", lambda *args, **options: [[healthy, healthy]])
     assert main(["run", "sabotage", "--preset", "smoke", "--out", str(tmp_path)]) == 1

@@ -1,4 +1,6 @@
-"""A trial of the model benchmark runs each part of a step, and its errors show a model that computes something else."""
+"""A trial of the model benchmark runs each part of a step, and its errors show a model that
+computes something else.
+"""
 
 from dataclasses import replace
 from itertools import chain

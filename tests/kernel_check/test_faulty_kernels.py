@@ -1,4 +1,6 @@
-"""18 kernels with one mistake each: right on their author's input, and each named by the checker."""
+"""18 kernels with one mistake each: right on their author's input, and each named by the
+checker.
+"""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,6 @@
-"""Attention written down directly, in float64 and with the whole score matrix: what every test compares with."""
+"""Attention written down directly, in float64 and with the whole score matrix: what every test
+compares with.
+"""
 
 import torch
 
@@ -59,7 +61,10 @@ def scores_of(q, k, *, scale=None, softcap=None, **options):
 
 
 def attention(q, k, v, **options):
-    """softmax(scale · q kᵀ) v for (B, H, T, D) or (B, T, D) inputs, in their type; rows without keys are 0."""
+    """softmax(scale · q kᵀ) v for (B, H, T, D) or (B, T, D) inputs, in their type.
+
+    Rows without keys are 0.
+    """
     if q.dim() == 3:
         return attention(q[:, None], k[:, None], v[:, None], **options)[:, 0]
     scores = scores_of(q, k, **options)
@@ -81,7 +86,10 @@ def log_sum_exp(q, k, **options):
 
 
 def with_gradients(fn, q, k, v, *upstream):
-    """(o, dq, dk, dv) of `fn(q, k, v)` for the gradient of o; (o, lse, dq, dk, dv) for that of both its results."""
+    """(o, dq, dk, dv) of `fn(q, k, v)` for the gradient of o.
+
+    (o, lse, dq, dk, dv) for that of both its results.
+    """
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     found = fn(q, k, v) if len(upstream) > 1 else [fn(q, k, v)]
     return *(x.detach() for x in found), *torch.autograd.grad(found, (q, k, v), upstream)

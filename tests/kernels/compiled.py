@@ -1,15 +1,15 @@
-"""What Triton's compiler makes of every kernel: kept in `compiled.json`, beside a digest of all that decides it.
+"""Compile every kernel, and keep the facts about the compiled code in `compiled.json`.
 
-    python -m tests.kernels.compiled            # compile what has changed, and keep it: after an edit of a kernel
-    python -m tests.kernels.compiled --check    # compile everything; 1 if the file says otherwise
+    python -m tests.kernels.compiled            # compile changed kernels and renew the file
+    python -m tests.kernels.compiled --check    # compile all; exit code 1 if the file differs
 
-A unit is what launches some kernels; its digest is of these launches, of every file of ours that
-they need at any depth, and of this file. The results are those of one version of Triton: under
-another, tests compile everything.
+A unit is code that launches some kernels. The file holds a digest of each unit: of its launches, of
+every file of ours that they need at any depth, and of this file. The results are those of one
+version of Triton. Under another version, tests compile everything.
 
-Interpreting says nothing about types, registers or shared memory, so each launcher is given tensors
-of benchmark size on the meta device, in a process of its own, where kernels are compiled instead
-and no GPU is asked.
+The interpreter does not show types, registers or shared memory. So each launcher gets tensors of
+benchmark size on the meta device, in a process of its own, where kernels are compiled and no GPU is
+used.
 """
 
 import functools
@@ -53,21 +53,39 @@ def attention(tiles, softcap, bounds, head_dim=64, length=1000):
     backward.launch_dkdv(saved, k, k, problem, tiles.dkdv)
     backward.launch_dq(saved, q, problem, tiles.dq)
 
+def facts(kernel):
+    ptx = kernel.asm["ptx"]
+    ttgir = kernel.asm["ttgir"]
+    order = []
+    for instruction in ("sync", "arrive"):
+        order.append([ptx.count(f"bar.{instruction} {i}, 256") for i in range(8, 12)])
+    unused_barriers = []
+    for name in re.findall(r"(%made\w*) = ttg.local_alloc", ttgir):
+        if not re.search(rf"warp_specialize\(.*{name}\b", ttgir):
+            unused_barriers.append(name)
+    return {
+        "name": kernel.metadata.name,
+        "wide_loads": bool(re.search(r"ld\.global[\w.:]*\.v4|cp\.async", ptx)),
+        "warps": kernel.metadata.num_warps,
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "reductions": ptx.count("cp.reduce.async.bulk.tensor"),
+        "order": order,
+        "unused_barriers": unused_barriers,
+    } | resources(kernel)
+
 found = {}
 for unit, launches in json.loads(sys.argv[1]).items():
     capability = int(unit.split()[1])
     with compile_for(capability) as kernels:
         MODULES[launches]() if launches in MODULES else exec(launches, dict(globals()))
     assert all(k.metadata.target.arch == capability for k in kernels)
-    with mock.patch.multiple("torch.cuda", is_available=lambda: capability != 90, get_device_capability=lambda: (9, 0)):
-        found[unit] = [  # of older generations also where there is an H100, which could not load them
-            {"name": k.metadata.name, "wide_loads": bool(re.search(r"ld\.global[\w.:]*\.v4|cp\.async", k.asm["ptx"])),
-             "warps": k.metadata.num_warps, "wgmma": k.asm["ptx"].count("wgmma.mma_async"),
-             "reductions": k.asm["ptx"].count("cp.reduce.async.bulk.tensor"),
-             "order": [[k.asm["ptx"].count(f"bar.{x} {i}, 256") for i in range(8, 12)] for x in ("sync", "arrive")],
-             "unused_barriers": [x for x in re.findall(r"(%made\w*) = ttg.local_alloc", k.asm["ttgir"])
-                                 if not re.search(rf"warp_specialize\(.*{x}\b", k.asm["ttgir"])]}
-            | resources(k) for k in kernels]
+    # An H100 cannot load kernels of older generations, so there resources are read without it.
+    with mock.patch.multiple(
+        "torch.cuda",
+        is_available=lambda: capability != 90,
+        get_device_capability=lambda: (9, 0),
+    ):
+        found[unit] = [facts(kernel) for kernel in kernels]
 json.dump(found, sys.stdout)
 """
 OPTIONS = """
@@ -91,7 +109,12 @@ rmsnorm.launch_backward(long, long, long, w, stat, long, False, None)
 rmsnorm.launch_backward(long, None, long, w, e(2, N, dtype=F), long, False, F)
 """
 HOPPER = """
-for dtype, length, heads, hi in ((H, 1000, 2, 0), (torch.float16, 1000, 2, 5), (H, 1024, 4, 0), (H, 1024, 4, None)):
+for dtype, length, heads, hi in (
+    (H, 1000, 2, 0),
+    (torch.float16, 1000, 2, 5),
+    (H, 1024, 4, 0),
+    (H, 1024, 4, None),
+):
     q, k = (e(2, count, length, {}, dtype=dtype) for count in (4, heads))
     lse, problem = e(2, 4, length, dtype=F), Problem((None, hi), 0.125)
     hopper.launch_forward(q, k, k, q, lse, problem)
@@ -116,7 +139,7 @@ UNITS = {f"{name} 90": name for name in MODULES if name != "flash_attention"} | 
 
 
 def sources(unit: str) -> list[Path]:
-    """The files whose names stand in the launches, in their imports, in the imports of these, and so on."""
+    """Return the files that the launches name, those that these import, and so on."""
     launches = UNITS[unit]
     text = inspect.getsource(MODULES[launches]) if launches in MODULES else launches
     names, found = set(), FILES.keys() & {"_compile", *re.findall(r"\w+", text)}
@@ -140,13 +163,13 @@ def kept() -> dict:
 
 
 def changed() -> list[str]:
-    """The units whose kept results are not what the compiler would make of their sources now."""
+    """Return the units whose sources have changed since `compiled.json` was written."""
     units = kept()["units"] if kept()["triton"] == version("triton") else {}
     return [unit for unit in UNITS if units.get(unit, {}).get("digest") != digest(unit)]
 
 
 def compiled(units: list[str], **variables: str) -> dict[str, list[dict]]:
-    """Unit → what a new process says of its kernels; there Triton compiles, and sees no GPU."""
+    """Compile units in a new process that sees no GPU, and return unit → facts of its kernels."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""} | variables
     command = [sys.executable, "-c", SCRIPT, json.dumps({unit: UNITS[unit] for unit in units})]
     done = subprocess.run(
@@ -158,7 +181,7 @@ def compiled(units: list[str], **variables: str) -> dict[str, list[dict]]:
 
 @functools.cache
 def results() -> dict[str, list[dict]]:
-    """Unit → what is said of each kernel that it launches; what has changed is compiled now."""
+    """Return unit → facts of each kernel that it launches. Units that have changed are compiled."""
     again, units = changed(), kept()["units"]
     fresh = compiled(again) if again else {}
     return {unit: fresh[unit] if unit in fresh else units[unit]["kernels"] for unit in UNITS}

@@ -37,7 +37,9 @@ def either(request, monkeypatch):
 
 @pytest.fixture
 def in_pieces(monkeypatch):
-    """Every row is too long for one tile, pieces have 32 columns, and tiles of element-wise kernels 16 elements."""
+    """Every row is too long for one tile, pieces have 32 columns, and tiles of element-wise kernels
+    16 elements.
+    """
     for module in (rmsnorm, softmax):
         monkeypatch.setattr(module, "ONE_TILE", 4)
         monkeypatch.setattr(module, "ONE_TILE_BACKWARD", 4)
@@ -69,7 +71,9 @@ def many_rows(monkeypatch):
 
 @pytest.fixture
 def poisoned():
-    """Have torch fill fresh memory with NaN: an element that is read before it is written, or never written, shows."""
+    """Have torch fill fresh memory with NaN: an element that is read before it is written, or never
+    written, shows.
+    """
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -88,7 +92,8 @@ def results(function, inputs):
 
 
 def compare(function, reference, *tensors, tolerance=None, upstream=lambda drawn: drawn):
-    """Outputs and the gradients of the inputs, which stay as they lie in memory, against the reference in float64.
+    """Outputs and the gradients of the inputs, which stay as they lie in memory, against the
+    reference in float64.
 
     `function` and `reference` take the tensors and return one tensor or a tuple; `upstream` makes
     each gradient of an output from random numbers.

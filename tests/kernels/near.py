@@ -4,7 +4,10 @@ import torch
 
 
 def near(found, expected, atol, rtol=None):
-    """Fail unless both are as near as this, whatever their types; the relative tolerance is the absolute one."""
+    """Fail unless both are as near as this, whatever their types.
+
+    The relative tolerance is the absolute one.
+    """
     torch.testing.assert_close(
         found, expected, atol=atol, rtol=atol if rtol is None else rtol, check_dtype=False
     )

@@ -1,4 +1,6 @@
-"""Every fused operation in one table: what to call, the same in plain torch, and the shapes of its tensors."""
+"""Every fused operation in one table: what to call, the same in plain torch, and the shapes of its
+tensors.
+"""
 
 import functools
 import math
@@ -32,7 +34,10 @@ def tables(x):
 
 
 def labelled(loss, **options):
-    """The loss of logits, or of rows and a weight, with a class for each row; the fourth row is ignored."""
+    """The loss of logits, or of rows and a weight, with a class for each row.
+
+    The fourth row is ignored.
+    """
 
     def call(x, *weight):
         rows = torch.arange(len(x), device=x.device)
@@ -63,7 +68,9 @@ def attention_by(function):
 
 
 def options_of(q):
-    """Options of attention that need more than q, k and v: documents of three rows each, with a softcap."""
+    """Options of attention that need more than q, k and v: documents of three rows each, with a
+    softcap.
+    """
     return {
         "causal": True,
         "softcap": 2.0,

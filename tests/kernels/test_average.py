@@ -26,7 +26,10 @@ def test_own_becomes_the_mean(numel, count, dtype):
 
 
 def test_rows_far_apart():
-    """Two rows 2³⁰ elements apart are 2³¹ from the first to the third; nothing but the elements is touched."""
+    """Two rows 2³⁰ elements apart are 2³¹ from the first to the third.
+
+    Nothing but the elements is touched.
+    """
     storage = torch.empty(2**31 + 4, dtype=torch.float16)
     others = storage.as_strided((3, 4), (2**30, 1))
     others.copy_(torch.arange(12.0).view(3, 4))

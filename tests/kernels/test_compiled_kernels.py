@@ -1,4 +1,5 @@
-"""Every kernel compiles for Hopper, without spilling registers and within its shared memory: no GPU needed.
+"""Every kernel compiles for Hopper, without spilling registers and within its shared memory: no GPU
+needed.
 
 Those that take much of it also for the generations before, whose programs have less. What
 `compiled.json` says of an unchanged kernel is believed; `compiled.py` says how.
@@ -64,7 +65,9 @@ def test_compiling_is_refused_where_kernels_are_interpreted(monkeypatch):
 
 
 def test_a_kernels_defaults_are_literals():
-    """Inductor copies the source of a function that a kernel calls, and not what its defaults name."""
+    """Inductor copies the source of a function that a kernel calls, and not what its
+    defaults name.
+    """
     defaults = [
         default
         for path in compiled.FILES.values()

@@ -1,4 +1,5 @@
-"""What a plan repeats is what the operator does: with other tensors, in other layouts, in other threads.
+"""What a plan repeats is what the operator does: with other tensors, in other layouts, in other
+threads.
 
 And nothing needs plans: without the recorder all operations work.
 """

@@ -33,7 +33,10 @@ def test_results_and_gradients(name, dtype, either, poisoned):
     "name", [x for x in OPERATIONS | VARIANTS if not x.startswith(("matmul", "attention"))]
 )
 def test_small_tiles(name, in_pieces):
-    """Rows in pieces whose last is full, partly filled and the only one; more elements than a tile has."""
+    """Rows in pieces whose last is full, partly filled and the only one.
+
+    More elements than a tile has.
+    """
     for d in (7, 64, 65, 97):
         compare_at(name, ((3,), d, d))
 
@@ -165,7 +168,9 @@ def test_values_that_do_not_lie_in_memory(name, either):
 
 @every
 def test_gradients_of_gradients_are_refused(name, either):
-    """Also where the upstream gradient requires none: a penalty on the gradient would lack its own gradient."""
+    """Also where the upstream gradient requires none: a penalty on the gradient would lack its own
+    gradient.
+    """
     function, shapes = OPERATIONS[name][0], shapes_of(name)
     inputs = [draw(*s).requires_grad_() for s in shapes]
     out = sum(y.sum() for y in outputs(function, inputs))

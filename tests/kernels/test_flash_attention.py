@@ -1,4 +1,5 @@
-"""FlashAttention-2 on small shapes: in Triton's interpreter on a CPU, compiled where there is a GPU.
+"""FlashAttention-2 on small shapes: in Triton's interpreter on a CPU, compiled where there is a
+GPU.
 
 What holds for every operation (half precision, autocast, fake tensors, torch.compile) is in
 `test_every_operation.py`. fp32 tolerance 2e-5: sums of at most a few hundred terms of order 1, each
@@ -49,7 +50,10 @@ def apply(
 
 
 def check(function, tensors, **options):
-    """Results and gradients against float64; those of the log-sum-exp too where its gradient is the fifth tensor."""
+    """Results and gradients against float64.
+
+    Those of the log-sum-exp too where its gradient is the fifth tensor.
+    """
     ours = with_gradients(apply(function, return_lse=len(tensors) > 4, **options), *tensors)
     expected = in_float64(*tensors, **options)
     near(ours, expected, 2e-5)
@@ -155,7 +159,10 @@ def test_a_window_past_both_ends_hides_nothing(function, causal):
 
 @BOTH
 def test_bounds_of_documents_made_once(function, monkeypatch):
-    """Of ids, or of the offsets in which packed sequences come, an empty document among them; a layer makes none."""
+    """Of ids, or of the offsets in which packed sequences come, an empty document among them.
+
+    A layer makes none.
+    """
     q, k, v, do = inputs(1, 1, 1, 97, 97, 16)
     lengths = torch.tensor([5, 60, 0, 1, 31], device=DEVICE)
     ids = torch.repeat_interleave(torch.arange(5, device=DEVICE), lengths)[None]
@@ -170,7 +177,9 @@ def test_bounds_of_documents_made_once(function, monkeypatch):
 
 @BOTH
 def test_gradients_of_rows_without_a_key_are_zero_whatever_comes_for_their_log_sum_exp(function):
-    """As of exp(lse), a weight when attention over parts of the keys is combined: −inf · 0 there is not a number."""
+    """As of exp(lse), a weight when attention over parts of the keys is combined: −inf · 0 there is
+    not a number.
+    """
     q, k, v, do = inputs(1, 1, 1, 50, 20, 16)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     o, lse = apply(function, causal=True, alignment="bottom-right", return_lse=True)(q, k, v)
@@ -220,7 +229,8 @@ def test_rows_too_far_apart_for_offsets_of_32_bits_are_copied():
     "layout, length, head_dim", [("contiguous", 64, 16), ("transposed", 50, 16), ("packed", 37, 48)]
 )
 def test_tensor_descriptors(layout, length, head_dim):
-    """The descriptor path of every kernel: layouts, lengths and head dims that are and are not those of tiles.
+    """The descriptor path of every kernel: layouts, lengths and head dims that are and are not
+    those of tiles.
 
     Heads advance in groups, the last of which is smaller.
     """
@@ -251,7 +261,9 @@ def test_tensor_descriptors(layout, length, head_dim):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_autocast_does_not_reach_the_statistics_of_the_plain_form(dtype):
-    """Its products are those of fp32, in forward and backward: to the bit what inputs cast by hand give."""
+    """Its products are those of fp32, in forward and backward: to the bit what inputs cast by hand
+    give.
+    """
     q, k, v, do = inputs(1, 2, 1, 70, 70, 16)
     do = do.to(dtype)
     call = apply(FlashAttention2PyTorch, causal=True)
@@ -278,7 +290,9 @@ def test_these_tests_run_the_kernels():
 
 
 def test_plain_cpu_runs_the_tiled_reference():
-    """Without a GPU and without the interpreter the public function still works, and never imports a kernel."""
+    """Without a GPU and without the interpreter the public function still works, and never imports
+    a kernel.
+    """
     script = """
 import sys, torch
 from kernels import _dispatch

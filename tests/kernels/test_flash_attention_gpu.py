@@ -1,4 +1,5 @@
-"""FlashAttention-2 compiled on a GPU: many shapes, every shipped configuration, determinism, 64-bit offsets, memory.
+"""FlashAttention-2 compiled on a GPU: many shapes, every shipped configuration, determinism, 64-bit
+offsets, memory.
 
 Errors are measured against float64 and judged by the error of attention computed by PyTorch in the
 same type on the same inputs: at most 2 × (output) or 3 × (gradients) its maximum, and at most 1.5 ×
@@ -73,7 +74,9 @@ def judge(ours, peer, exact, rms_factor=1.5):
 
 
 def random_cases(name, count):
-    """`count` reproducible (tensor sizes, options), from one to a thousand rows, q and k of different lengths."""
+    """`count` reproducible (tensor sizes, options), from one to a thousand rows, q and k of
+    different lengths.
+    """
     draw = random.Random(name)
     lengths = [1, 2, 17, 97, 113, 128, 200, 203, 256, 512, 1023, 1024, 1025]
     for _ in range(count):
@@ -185,7 +188,10 @@ SHIPPED = {(replace(key, rows=0), choice): key for key, choice in configs.TABLE.
 
 @pytest.mark.parametrize("key", SHIPPED.values(), ids=str)
 def test_every_shipped_configuration(key):
-    """Several seeds, outputs poisoned before each run, against float64; the tiles must not depend on luck."""
+    """Several seeds, outputs poisoned before each run, against float64.
+
+    The tiles must not depend on luck.
+    """
     if key.gpu != generation(torch.cuda.current_device()):
         pytest.skip(
             f"a configuration for {key.gpu}, this is {generation(torch.cuda.current_device())}"
@@ -296,7 +302,9 @@ def test_cuda_graph_capture(dtype):
 
 
 def test_unknown_gpus_search_once(monkeypatch):
-    """A GPU that is not in the table times a few tiles at the first call and then remembers the fastest."""
+    """A GPU that is not in the table times a few tiles at the first call and then remembers the
+    fastest.
+    """
     monkeypatch.setattr(configs, "generation", lambda index: "sm_00")
     monkeypatch.setattr(configs, "_searched", {})
     _dispatch.forget()

@@ -104,7 +104,10 @@ def test_the_reference_refuses_as_much():
 
 @pytest.mark.parametrize("function", [FlashAttention2, FlashAttention2PyTorch])
 def test_the_least_and_the_largest_scale_can_be_computed_with(function):
-    """The products with log2(e) too are float32 numbers; the factor belongs to the scores, not to q."""
+    """The products with log2(e) too are float32 numbers.
+
+    The factor belongs to the scores, not to q.
+    """
     q, k = torch.full((1, 1, 5, 16), 2.0**5), torch.full((1, 1, 5, 16), 2.0**-12)
     k[0, 0, 3] = -(2.0**-12)
     visible = torch.arange(5.0)[:, None] * (torch.arange(5) != 3)[:, None]
@@ -163,7 +166,10 @@ def test_cost_of_the_record_configuration():
 
 
 def test_a_gpu_on_which_nothing_runs_says_so(monkeypatch):
-    """Unknown GPUs search among a few tiles; when all of them fail, the last failure is the cause."""
+    """Unknown GPUs search among a few tiles.
+
+    When all of them fail, the last failure is the cause.
+    """
     monkeypatch.setattr(configs, "generation", lambda index: "sm_00")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 

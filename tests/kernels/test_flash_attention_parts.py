@@ -69,7 +69,10 @@ CHAINS = pytest.mark.parametrize(
 @pytest.mark.parametrize("add", [False, True], ids=["alone", "added"])
 @pytest.mark.parametrize("precision", ["tf32x3", "bf16x6", "ieee"])
 def test_a_product_is_as_accurate_as_fp32(k, n, add, precision):
-    """To 2⁻¹⁹ of what is summed; one product of operands rounded to TF32 is off by some 2⁻¹⁵ of it."""
+    """To 2⁻¹⁹ of what is summed.
+
+    One product of operands rounded to TF32 is off by some 2⁻¹⁵ of it.
+    """
     a, b = draw(16, k), draw(k, n, seed=1)
     acc = draw(16, n, seed=2) if add else None
     exact, summed = a.double() @ b.double(), a.double().abs() @ b.double().abs()
@@ -96,7 +99,10 @@ def test_infinite_operands_are_never_a_finite_number_and_large_ones_are_right(k,
 
 @pytest.mark.parametrize("three", [False, True], ids=["TF32", "bf16"])
 def test_the_parts_of_a_number_are_short_and_their_sum_is_exact(three):
-    """TF32 has 11 bits and the second part is whatever is left; all three parts of the other split have 8 bits."""
+    """TF32 has 11 bits and the second part is whatever is left.
+
+    All three parts of the other split have 8 bits.
+    """
     x = torch.cat([draw(1020), torch.tensor([0.0, 1e30, -1e-30, 3.0], device=DEVICE)])
     high, middle, low = (torch.zeros_like(x) for _ in range(3))
     split_kernel[(1,)](x, high, middle, low, len(x), three)
@@ -108,7 +114,9 @@ def test_the_parts_of_a_number_are_short_and_their_sum_is_exact(three):
 
 
 def test_an_infinite_input_shows_in_its_row_only():
-    """Output, log-sum-exp and gradient of the query whose score is not a number, the others as without it."""
+    """Output, log-sum-exp and gradient of the query whose score is not a number, the others as
+    without it.
+    """
     q, k, v, do = inputs(1, 1, 1, 48, 48, 16)
     expected = with_gradients(lambda *x: flash_attention(*x, causal=True), q, k, v, do)
     q[..., 40, 3] = INFINITY

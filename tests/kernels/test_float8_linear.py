@@ -1,4 +1,6 @@
-"""The linear layer in fp8: its casts, its products beside those of wide numbers, what it refuses."""
+"""The linear layer in fp8: its casts, its products beside those of wide numbers, what it
+refuses.
+"""
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ def cuts_off(x):
 
 
 def near_enough(found, expected):
-    """Within what rounding two factors to three bits, or to three and two, does to a product, and not nearer."""
+    """Within what rounding two factors to three bits, or to three and two, does to a product, and
+    not nearer.
+    """
     found = found.detach()
     error = (found.double() - expected).norm() / expected.norm()
     assert 0.01 < error < (0.2 if cuts_off(found) else 0.07)

@@ -1,4 +1,5 @@
-"""Fused kernels compiled on a GPU: bf16, many sizes, poisoned outputs, equal bits, offsets past 2³¹, CUDA graphs.
+"""Fused kernels compiled on a GPU: bf16, many sizes, poisoned outputs, equal bits, offsets past
+2³¹, CUDA graphs.
 
 Errors are measured against float64. bf16 results carry 8 bits: half a unit in the last place of the
 largest value is what `limit` allows, besides what sums of many terms add.
@@ -161,7 +162,9 @@ def test_matmul(sizes, dtype):
 @pytest.mark.parametrize("size", [256, 2048])
 @pytest.mark.parametrize("epilogue", ["gelu", "silu", "leaky_relu", "rms_norm"])
 def test_gradients_of_products_beyond_fp16(epilogue, size):
-    """a·b is beyond fp16 and computed again for the gradient, in fp32 (through descriptors for both sizes)."""
+    """a·b is beyond fp16 and computed again for the gradient, in fp32 (through descriptors for both
+    sizes).
+    """
     cols = 256 if epilogue == "rms_norm" else size
     a = (draw(size, size, dtype=torch.float16) * 60).requires_grad_()
     b = (draw(size, cols, dtype=torch.float16, seed=1) * 60).requires_grad_()
@@ -182,7 +185,9 @@ def test_gradients_of_products_beyond_fp16(epilogue, size):
 
 
 def test_matmul_over_many_seeds():
-    """Each shipped configuration of Hopper's matrix instructions, repeatedly: miscompiled ones fail now and then."""
+    """Each shipped configuration of Hopper's matrix instructions, repeatedly: miscompiled ones fail
+    now and then.
+    """
     for size in (512, 2048):
         for seed in range(20):
             a, b = (draw(size, size, dtype=torch.bfloat16, seed=2 * seed + i) for i in range(2))
@@ -201,7 +206,10 @@ def test_matmul_over_many_seeds():
     ids=str,
 )
 def test_cross_entropy_of_large_logits_of_16_bits(options, dtype, offset):
-    """What a row's logits have in common cancels; in bf16, whose numbers are 2¹⁵ apart there, many are equal."""
+    """What a row's logits have in common cancels.
+
+    In bf16, whose numbers are 2¹⁵ apart there, many are equal.
+    """
     z = draw(33, 5000).clamp(-4, 4).round().to(dtype) * (offset * torch.finfo(dtype).eps) + offset
     t = z.argmax(1)  # the loss is the logarithm of how many are largest
     compare(

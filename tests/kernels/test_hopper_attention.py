@@ -194,7 +194,9 @@ def test_programs_walk_over_four_query_heads_at_most_and_what_they_give_is_summe
 
 
 def as_added(dq):
-    """(B, H, T, D) → the sum of dQ in memory as the one-pass kernel leaves it, in tiles of 64 x 64."""
+    """(B, H, T, D) → the sum of dQ in memory as the one-pass kernel leaves it, in tiles of
+    64 x 64.
+    """
     tiles = dq.unflatten(2, (-1, 64)).unflatten(4, (-1, 64)).transpose(3, 4).flatten(0, 3)
     return (
         tiles.reshape(-1, 4, 2, 8, 8, 4, 2)
@@ -243,7 +245,9 @@ def test_sums_of_dq_are_cleared_and_put_in_order_wherever_they_go(head_dim):
 
 
 def test_the_operators_launch_what_serves_says(monkeypatch):
-    """The backward only where nothing asks for bits that are the same in every run, or these are."""
+    """The backward only where nothing asks for bits that are the same in every run, or
+    these are.
+    """
     launched, hoppers = [], ["hopper.launch_forward", "hopper.launch_backward"]
     others = ["backward.launch_delta", "backward.launch_dkdv", "backward.launch_dq"]
     for name in (*hoppers, *others):
@@ -273,7 +277,10 @@ def test_what_deterministic_means():
 
 @pytest.mark.skipif(not hopper.installed(), reason="no Triton with Gluon")
 def test_the_kernels_compile_within_their_registers_and_shared_memory():
-    """Spilled are addresses and counters of loops, a few bytes; a spilled accumulator would take 256 bytes each."""
+    """Spilled are addresses and counters of loops, a few bytes.
+
+    A spilled accumulator would take 256 bytes each.
+    """
     for head_dim in (64, 80, 128, 256):
         kernels = compiled.results()[f"hopper_{head_dim} 90"]
         assert len(kernels) == 4 * 4

@@ -1,5 +1,5 @@
-"""Hopper's attention kernels on a GPU: they take all that they can, and what they compute is judged by the rule of
-test_flash_attention_gpu.py.
+"""Hopper's attention kernels on a GPU: they take all that they can, and what they compute is judged
+by the rule of test_flash_attention_gpu.py.
 """
 
 import gc
@@ -59,7 +59,9 @@ def test_nothing_is_kept_after_a_call(options):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @every_head_dim
 def test_random_shapes(monkeypatch, head_dim, dtype):
-    """With lengths on either side of the tiles, rows without keys, keys without queries, in every order."""
+    """With lengths on either side of the tiles, rows without keys, keys without queries, in every
+    order.
+    """
     draw = random.Random(f"{head_dim} {dtype}")
     lengths = [1, 2, 63, 64, 65, 127, 128, 129, 255, 257, 384, 1000, 1024, 1025, 4097]
     monkeypatch.setattr(hopper, "dealt_evenly", lambda *_: draw.random() < 0.5)
@@ -109,7 +111,10 @@ def test_key_lengths(key_count, head_dim):
 @pytest.mark.parametrize("queries, keys", [(384, 640), (640, 384), (256, 256)])
 @every_head_dim
 def test_whole_tiles(head_dim, queries, keys, alignment):
-    """Where the mask is left out of all tiles but a program's first, or of all; and keys that no query sees."""
+    """Where the mask is left out of all tiles but a program's first, or of all.
+
+    And keys that no query sees.
+    """
     for causal in (False, True):
         check_beside_eager(
             inputs(1, 2, 2, queries, keys, head_dim, torch.bfloat16),
@@ -128,7 +133,9 @@ def test_accuracy_beside_sdpa(head_dim, dtype):
 
 @every_head_dim
 def test_strided_inputs(head_dim):
-    """Heads innermost, slices of a fused projection, and a gradient of another layout than the output."""
+    """Heads innermost, slices of a fused projection, and a gradient of another layout than the
+    output.
+    """
     q, k, v, do = inputs(2, 4, 4, 300, 300, head_dim, torch.bfloat16)
     fused = torch.stack([x.transpose(1, 2) for x in (q, k, v)], 2)
     views = [fused[:, :, i].transpose(1, 2) for i in range(3)]
@@ -161,7 +168,10 @@ def test_the_gradient_of_the_log_sum_exp(head_dim):
 
 @every_head_dim
 def test_large_inputs_and_those_that_are_not_finite(head_dim):
-    """As SDPA: a NaN in a query reaches its row only; one in a key or value every row that sees it."""
+    """As SDPA: a NaN in a query reaches its row only.
+
+    One in a key or value every row that sees it.
+    """
     q, k, v, do = inputs(1, 2, 2, 300, 300, head_dim, torch.bfloat16)
     results = causal_results(q * 30, k * 30, v, do)
     assert all(x.isfinite().all() for x in results)
@@ -188,7 +198,10 @@ def test_keys_whose_scores_are_minus_infinity(head_dim):
 
 @every_head_dim
 def test_a_hundred_repeats(head_dim):
-    """None hangs; o, dk and dv are bit-identical, dq is too where it is asked for, and above 128 columns."""
+    """None hangs.
+
+    O, dk and dv are bit-identical, dq is too where it is asked for, and above 128 columns.
+    """
     tensors = inputs(2, 4, 2, 1000, 1000, head_dim, torch.bfloat16)
     for deterministic in (False, True):
         first = causal_results(*tensors, deterministic=deterministic)
@@ -209,7 +222,9 @@ while True:
 
 
 def test_a_gpu_that_another_process_uses_too():
-    """The GPU stops a kernel anywhere to let the other process on, and writes its barriers back when it goes on."""
+    """The GPU stops a kernel anywhere to let the other process on, and writes its barriers back
+    when it goes on.
+    """
     tensors = inputs(2, 4, 2, 1000, 1000, 128, torch.bfloat16)
     first = causal_results(*tensors)
     neighbours = [

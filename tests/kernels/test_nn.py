@@ -1,4 +1,6 @@
-"""The modules of `kernels.nn` beside torch's: values, gradients, weights that go both ways, refusals."""
+"""The modules of `kernels.nn` beside torch's: values, gradients, weights that go both ways,
+refusals.
+"""
 
 import pytest
 import torch
@@ -100,7 +102,9 @@ OURS = {
 
 
 def made(name, dtype):
-    """(ours, torch's in float64, inputs): weights drawn for torch's, rounded to `dtype`, and given to ours."""
+    """(ours, torch's in float64, inputs): weights drawn for torch's, rounded to `dtype`, and given
+    to ours.
+    """
     ours, theirs, options, inputs = CASES[name]
     ours, theirs = (
         ours(**{OURS.get(key, key): value for key, value in options.items()}),
@@ -128,7 +132,10 @@ def run(module, inputs):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_as_torch(name, dtype, either):
-    """Values and gradients for torch's weights, which ours give back; gradients have the dtype of what they are of."""
+    """Values and gradients for torch's weights, which ours give back.
+
+    Gradients have the dtype of what they are of.
+    """
     ours, theirs, inputs = made(name, dtype)
     found = run(ours, inputs)
     wide = [x.double() if x.is_floating_point() else x for x in inputs]
@@ -196,5 +203,8 @@ def test_what_no_kernel_computes_is_refused(call, message):
 
 def test_importing_imports_no_kernel():
     """Whether kernels are interpreted is decided when one is first needed."""
-    code = "import sys, kernels.nn; assert not [m for m in sys.modules if m.startswith(('triton', 'kernels._'))]"
+    code = (
+        "import sys, kernels.nn; "
+        "assert not [m for m in sys.modules if m.startswith(('triton', 'kernels._'))]"
+    )
     assert python("-c", code).returncode == 0

@@ -1,4 +1,6 @@
-"""Element-wise kernels, RoPE, dropout and AdamW: interpreted on a CPU, compiled where there is a GPU."""
+"""Element-wise kernels, RoPE, dropout and AdamW: interpreted on a CPU, compiled where there is a
+GPU.
+"""
 
 import copy
 
@@ -68,7 +70,10 @@ def test_dropout_repeats_by_torchs_seed(either):
 
 
 def test_forward_and_backward_drop_the_same_elements_where_a_number_is_the_threshold_too():
-    """Of 200,000 numbers of 16 bits some three are; one forward that drops them and one backward that does not."""
+    """Of 200,000 numbers of 16 bits some three are.
+
+    One forward that drops them and one backward that does not.
+    """
     x = torch.ones(200_000, device=DEVICE, requires_grad=True)
     y = dropout(x, 0.5, seed=3)
     (slope,) = torch.autograd.grad(y.sum(), x)
@@ -118,7 +123,10 @@ def test_adamw_equals_torchs(dtype, either):
 
 
 def passed_in_fp32(launch):
-    """`_dispatch.launch` with numbers rounded as a GPU gets them; the interpreter leaves them in double precision."""
+    """`_dispatch.launch` with numbers rounded as a GPU gets them.
+
+    The interpreter leaves them in double precision.
+    """
 
     def rounding(kernel, grid, *args, **options):
         launch(
@@ -132,7 +140,9 @@ def passed_in_fp32(launch):
 
 
 def test_adamw_averages_over_a_hundred_thousand_steps(monkeypatch, either):
-    """1 − β₂ = 10⁻⁵ and β₂ itself must be exact to more digits than fp32 gives β₂: else both are 0.14 % of 10⁻⁵ off."""
+    """1 − β₂ = 10⁻⁵ and β₂ itself must be exact to more digits than fp32 gives β₂: else both are
+    0.14 % of 10⁻⁵ off.
+    """
     monkeypatch.setattr(_dispatch, "launch", passed_in_fp32(_dispatch.launch))
     p = draw(2000).requires_grad_()
     optimizer = AdamW([p], lr=1e-3, betas=(0.9, 0.99999))
@@ -248,7 +258,10 @@ def resumed(optimizer):
 
 @pytest.mark.parametrize("copied", [resumed, copy.deepcopy])
 def test_adamw_resumes_and_follows_a_schedule(copied):
-    """With all bits of the moments, which are fp32; torch's own loading rounds them to the 11 of the parameter here."""
+    """With all bits of the moments, which are fp32.
+
+    Torch's own loading rounds them to the 11 of the parameter here.
+    """
     p = draw(40, dtype=torch.float16).requires_grad_()
     p.grad = draw(40, dtype=torch.float16, seed=1) / 3
     first = AdamW([p], lr=1e-2)

@@ -1,4 +1,6 @@
-"""Matrix products, cross-entropy and both together: interpreted on a CPU, compiled where there is a GPU."""
+"""Matrix products, cross-entropy and both together: interpreted on a CPU, compiled where there is a
+GPU.
+"""
 
 import functools
 import itertools
@@ -39,7 +41,10 @@ def test_relu_of_what_is_not_positive(either):
     [("gelu", 200.0), ("silu", 200.0), ("rms_norm", 200.0), ("relu", 1e-4), ("leaky_relu", 1e-4)],
 )
 def test_gradients_of_products_that_fp16_does_not_hold(epilogue, value, either):
-    """a·b is ∓80,000, beyond fp16, and f of it 0 or, for the norm, ∓1; or it is ∓2e-8, which fp16 rounds to 0."""
+    """a·b is ∓80,000, beyond fp16, and f of it 0 or, for the norm, ∓1.
+
+    Or it is ∓2e-8, which fp16 rounds to 0.
+    """
     a, b = (
         torch.full(shape, value, device=DEVICE, dtype=torch.float16) for shape in ((3, 2), (2, 4))
     )
@@ -164,7 +169,9 @@ def test_a_target_outside_the_vocabulary(call, either, monkeypatch):
 @pytest.mark.parametrize("offset", [1e4, 1e6, 1e7, -1e7])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2}, {"reduction": "none"}], ids=str)
 def test_cross_entropy_of_large_logits(offset, options, either):
-    """What all logits have in common cancels: of 1e7 + z fp32 keeps z to 1, and exact results are those of that."""
+    """What all logits have in common cancels: of 1e7 + z fp32 keeps z to 1, and exact results are
+    those of that.
+    """
     z, t = (draw(3, 50) * 3).round() + offset, targets_for(3, 50)
     compare(
         lambda z: cross_entropy(z, t, **options),
@@ -185,7 +192,8 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("factor", [3.0, float("inf"), float("nan")])
 def test_ignored_rows_have_no_gradient_whatever_arrives_in_each_backward(name, factor, either):
-    """Loss scaling overflows now and then: rows that count nothing stay out of it, whatever they hold.
+    """Loss scaling overflows now and then: rows that count nothing stay out of it, whatever they
+    hold.
 
     A loss may be changed in place.
     """
@@ -243,7 +251,9 @@ def test_linear_cross_entropy_goes_backward_once():
 
 
 def error_of_chunks(dtype, chunks):
-    """Relative error of dw, its norm over the norm of what is exact, where that many chunks add to it."""
+    """Relative error of dw, its norm over the norm of what is exact, where that many chunks add to
+    it.
+    """
     x, w, t = draw(32, 8, dtype=dtype), draw(20, 8, dtype=dtype, seed=1) * 0.1, targets_for(32, 20)
     leaf, exact = w.requires_grad_(), w.detach().double().requires_grad_()
     (dw,) = torch.autograd.grad(

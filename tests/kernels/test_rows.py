@@ -1,4 +1,6 @@
-"""Row kernels (norms, softmax, weighted sum): in Triton's interpreter on a CPU, compiled where there is a GPU."""
+"""Row kernels (norms, softmax, weighted sum): in Triton's interpreter on a CPU, compiled where
+there is a GPU.
+"""
 
 import pytest
 import torch
@@ -60,7 +62,9 @@ def test_softmax_of_infinities(long, request):
 
 
 def test_softmax_of_wide_rows_that_stay_in_16_bits():
-    """Among parts that have nothing, as under a mask, and numbers whose product with log2 e overflows."""
+    """Among parts that have nothing, as under a mask, and numbers whose product with log2 e
+    overflows.
+    """
     # which has as large numbers
     x = draw(6, 9000, dtype=torch.bfloat16 if DEVICE == "cuda" else torch.float32)
     x[0, :8999] = x[1] = float("-inf")

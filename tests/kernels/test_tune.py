@@ -1,4 +1,6 @@
-"""The script that tunes attention for a GPU: it keeps the fastest tile that is right, and prints rows as they stand."""
+"""The script that tunes attention for a GPU: it keeps the fastest tile that is right, and prints
+rows as they stand.
+"""
 
 import pytest
 import torch
@@ -37,7 +39,9 @@ def test_the_fastest_tile_that_is_right_is_taken(monkeypatch, capsys):
 
 
 def miscompiled(bits, tile):
-    """Triton 3.6 makes illegal accesses of such tiles on Hopper, seen at 64 × 16 forward and 16 × 64 backward."""
+    """Triton 3.6 makes illegal accesses of such tiles on Hopper, seen at 64 × 16 forward and 16 ×
+    64 backward.
+    """
     return bits == 32 and tile.warps == 8 and min(tile.block_m, tile.block_n) == 16
 
 

@@ -1,4 +1,5 @@
-"""Options and environments that cannot be: one line that says what to do, exit code 2, and nothing started or written.
+"""Options and environments that cannot be: one line that says what to do, exit code 2, and nothing
+started or written.
 
 What this file has was a traceback, a wait, or accepted. Everything here runs in this process.
 """
@@ -175,7 +176,8 @@ MISTAKES = {
         ("--layout pp1-gpipe", "layout 'pp1-gpipe': give tpN, cpN, ppN or several"),
         (
             "--reshard step",
-            "--reshard step is for strategies that can keep gathered parameters, and bucketed cannot",
+            "--reshard step is for strategies that can keep gathered parameters, and bucketed "
+            "cannot",
         ),
         (
             "--reshard step --strategy fsdp2",
@@ -211,7 +213,8 @@ MISTAKES = {
         ),
         (
             "--layout pp3",
-            "3 stages cannot have equal parts of 4 blocks: give the 3 sizes (--stages), of 4 blocks",
+            "3 stages cannot have equal parts of 4 blocks: give the 3 sizes (--stages), of 4 "
+            "blocks",
         ),
         ("--layout pp2 --stages 7", "stages of 7 blocks: give 2 numbers, of 4 blocks in all"),
         (
@@ -299,8 +302,8 @@ def test_a_rank_outside_its_world_is_told_so_at_once(alone, capsys, monkeypatch,
         (143, "was stopped by signal SIGTERM (exit code 143)"),
         (
             -7,
-            "ended with signal SIGBUS (exit code -7); a file that it had mapped became shorter, for example the data, "
-            "or shared memory ran out",
+            "ended with signal SIGBUS (exit code -7); a file that it had mapped became shorter, "
+            "for example the data, or shared memory ran out",
         ),
     ],
 )

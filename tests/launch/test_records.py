@@ -1,4 +1,6 @@
-"""`distlab records`: the manifest's commands exist, a record is its run's rows, and no work is done twice."""
+"""`distlab records`: the manifest's commands exist, a record is its run's rows, and no work is done
+twice.
+"""
 
 import json
 import shlex

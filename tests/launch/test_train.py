@@ -148,7 +148,9 @@ def test_a_rank_that_hangs_past_the_timeout_fails_the_run_with_a_message(tmp_pat
 
 
 def test_a_rank_of_torchruns_ends_with_its_agent(tmp_path, running):
-    """Ranks that train on would meet the next run of the same name, which is what a person starts then."""
+    """Ranks that train on would meet the next run of the same name, which is what a person starts
+    then.
+    """
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
     run = running(*torchrun, "launch/train.py", *ARGUMENTS, "--steps=5000")
     run.until(started(tmp_path, 1))
@@ -243,8 +245,8 @@ def test_a_run_says_who_trained_it_and_counts_bits_of_bytes(tmp_path):
     loss = record.metrics["validation_loss"]
     assert record.metrics["validation_bits_per_byte"] == pytest.approx(loss / math.log(2))
     assert (
-        f"validation loss after step 4: {loss:.4f} nats per token ({loss / math.log(2):.2f} bits per byte)"
-        in said
+        f"validation loss after step 4: {loss:.4f} nats per token ({loss / math.log(2):.2f} bits "
+        "per byte)" in said
     )
     page = (tmp_path / "train" / "mine" / "report.html").read_text()
     assert (
@@ -282,7 +284,10 @@ def be_agent(command):
 
 
 def test_two_agents_train_together_and_restart_together(undisturbed, tmp_path, running):
-    """Two machines, played by two agents on the loopback interface; a rank of one is killed on the way."""
+    """Two machines, played by two agents on the loopback interface.
+
+    A rank of one is killed on the way.
+    """
     rendezvous = [
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint=127.0.0.1:{free_port()}",

@@ -1,4 +1,7 @@
-"""Times of collectives: checked results, sizes and shares; what disturbs what; when gradients are there."""
+"""Times of collectives: checked results, sizes and shares.
+
+What disturbs what; when gradients are there.
+"""
 
 import time
 from unittest import mock

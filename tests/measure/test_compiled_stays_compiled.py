@@ -1,4 +1,6 @@
-"""An instrument leaves compiled code compiled: the step after an observed step runs the same compiled graphs."""
+"""An instrument leaves compiled code compiled: the step after an observed step runs the same
+compiled graphs.
+"""
 
 from dataclasses import replace
 
@@ -131,7 +133,9 @@ def test_a_step_after_an_observed_one_is_compiled(instrument, tmp_path, fresh_dy
 
 
 def test_eager_code_is_counted_as_eager(fresh_dynamo):
-    """A plain dispatch mode makes Dynamo skip the blocks for good, which is what `compiled_calls` must show."""
+    """A plain dispatch mode makes Dynamo skip the blocks for good, which is what `compiled_calls`
+    must show.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Plain(TorchDispatchMode):

@@ -1,4 +1,6 @@
-"""Every byte of a step has a category and an origin: against sizes that are known, and on the CPU's own events."""
+"""Every byte of a step has a category and an origin: against sizes that are known, and on the CPU's
+own events.
+"""
 
 import json
 
@@ -99,11 +101,13 @@ def span(name, start, duration, cat="user_annotation"):
 def test_blocks_of_before_buckets_and_reused_addresses(tmp_path):
     """As CUDA's allocator tells it: the total includes what nobody here knows by address."""
     events = [
-        span("distlab:step", 0, 1000), span("distlab:forward", 0, 300), span("distlab:backward", 300, 400),
-        span("distlab:optimizer", 700, 300), span("aten::mm", 5, 100, "cpu_op"), span("aten::empty", 8, 4, "cpu_op"),
+        span("distlab:step", 0, 1000), span("distlab:forward", 0, 300),
+        span("distlab:backward", 300, 400), span("distlab:optimizer", 700, 300),
+        span("aten::mm", 5, 100, "cpu_op"), span("aten::empty", 8, 4, "cpu_op"),
         memory_event(10, 100, 0xA, 1700), memory_event(10, 50, 0xC, 50, kind=0),
         memory_event(100, -300, 0xB, 1400),  # held before, by nobody known
-        memory_event(350, -100, 0xA, 1300), memory_event(400, 80, 0xA, 1380), memory_event(500, -80, 0xA, 1300),
+        memory_event(350, -100, 0xA, 1300), memory_event(400, 80, 0xA, 1380),
+        memory_event(500, -80, 0xA, 1300),
     ]  # fmt: skip
     path = tmp_path / "t.json"
     path.write_text(json.dumps({"traceEvents": events}))

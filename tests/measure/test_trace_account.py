@@ -1,4 +1,6 @@
-"""The account of a strategy's overhead: it closes by construction, and each part is what it is called."""
+"""The account of a strategy's overhead: it closes by construction, and each part is what it is
+called.
+"""
 
 from pathlib import Path
 
@@ -69,7 +71,9 @@ def test_an_account_closes_within_five_per_cent_or_one_millisecond():
 
 
 def queued_steps():
-    """Two steps and a third, launched ahead: the host is done before the device begins the second."""
+    """Two steps and a third, launched ahead: the host is done before the device begins the
+    second.
+    """
     return [
         Event(STEP, "range", "thread 1", 0, 2),
         Event(STEP, "range", "thread 1", 2, 4),

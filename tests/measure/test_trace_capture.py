@@ -1,4 +1,6 @@
-"""Traces: what profile_steps writes is told apart by rank, and each kind of event is what it is called."""
+"""Traces: what profile_steps writes is told apart by rank, and each kind of event is what it is
+called.
+"""
 
 import gzip
 import json

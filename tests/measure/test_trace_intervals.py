@@ -1,4 +1,6 @@
-"""Interval algebra against a brute-force grid, and the account of one step on events made by hand."""
+"""Interval algebra against a brute-force grid, and the account of one step on events made
+by hand.
+"""
 
 import itertools
 

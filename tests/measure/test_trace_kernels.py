@@ -11,20 +11,32 @@ from distlab.theory.flops import step_flops
 
 # As they stand in traces of an H100 and of a CPU.
 NAMES = {
-    "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x64_32x4_nn_align8>": "matrix products",
+    "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x64_32x4_nn_align8>": (
+        "matrix products"
+    ),
     "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT": "matrix products",
     "void gemv2T_kernel_val<int, int, float>": "matrix products",
     "MmBackward0": "matrix products",
     "aten::linear": "matrix products",
-    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128>, cutlass::bfloat16_t>": "attention",
+    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128>, cutlass::bfloat16_t>": (
+        "attention"
+    ),
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16": "attention",
-    "void (anonymous namespace)::softmax_warp_forward<float, float, float, 9, false, false>": "softmax",
+    "void (anonymous namespace)::softmax_warp_forward<float, float, float, 9, false, false>": (
+        "softmax"
+    ),
     "void cunn_SoftMaxForward<4, float, float, float, LogSoftMaxForwardEpilogue>": "loss",
     "nll_loss_forward_reduce_cuda_kernel_2d": "loss",
-    "void at::native::vectorized_layer_norm_kernel<float, float, true>(int, float)": "normalisation",
+    "void at::native::vectorized_layer_norm_kernel<float, float, true>(int, float)": (
+        "normalisation"
+    ),
     "FusedRmsNormBackward0": "normalisation",
-    "multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor<float>>": "optimizer",
-    "vectorized_elementwise_kernel<4, BinaryFunctor<float, binary_internal::MulFunctor<float>>>": "element-wise",
+    "multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor<float>>": (
+        "optimizer"
+    ),
+    "vectorized_elementwise_kernel<4, BinaryFunctor<float, binary_internal::MulFunctor<float>>>": (
+        "element-wise"
+    ),
     "triton_poi_fused_mul_silu_0": "element-wise",
     "triton_red_fused__fused_rms_norm_add_1": "normalisation",
     "aten::add": "element-wise",
@@ -56,7 +68,9 @@ def test_names_for_people():
 
 
 def test_kernels_belong_to_the_phase_that_launched_them():
-    """A GPU runs behind the host: what forward launched counts there, though backward has begun on the host."""
+    """A GPU runs behind the host: what forward launched counts there, though backward has begun on
+    the host.
+    """
     events = [
         Event("distlab:step", "range", "thread 1", 0, 100),
         Event("distlab:forward", "range", "thread 1", 0, 10),
@@ -93,7 +107,10 @@ def test_kernels_belong_to_the_phase_that_launched_them():
 
 
 def test_a_step_in_figures(tmp_path):
-    """Products are counted as the closed form does, exactly; a trace of the step accounts for most of its time."""
+    """Products are counted as the closed form does, exactly.
+
+    A trace of the step accounts for most of its time.
+    """
     config = preset("tiny", attention="naive", context_length=32, num_layers=2)
     model, tokens = TransformerLM(config), torch.arange(64).reshape(2, 32)
     optimizer, phases = torch.optim.AdamW(model.parameters(), fused=True), Phases()

@@ -1,4 +1,6 @@
-"""Broken benchmarks are caught: clocks that do not wait, models that compute nothing, speeds that cannot be."""
+"""Broken benchmarks are caught: clocks that do not wait, models that compute nothing, speeds that
+cannot be.
+"""
 
 import math
 import statistics
@@ -51,7 +53,8 @@ def matmul(size):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["matmul", "softmax", "copy"])
 def test_the_timer_agrees_with_triton(name):
-    """Within 3 %, calls as `do_bench` makes them: the L2 is flushed in between, which also rests the clock.
+    """Within 3 %, calls as `do_bench` makes them: the L2 is flushed in between, which also rests
+    the clock.
 
     In turns of as many calls: power and heat move the clock by more than the two may differ.
     `do_bench` warms up with calls that nothing rests, so it is asked for next to none of them.

@@ -1,4 +1,6 @@
-"""The model under Llama's names: the file's layout, and the same logits from transformers where that is installed."""
+"""The model under Llama's names: the file's layout, and the same logits from transformers where
+that is installed.
+"""
 
 import json
 from dataclasses import replace

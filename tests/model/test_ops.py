@@ -108,7 +108,9 @@ def test_cross_entropy_is_the_token_mean_in_fp32():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_norm_of_two_dtypes_saves_its_input_as_it_is(dtype):
-    """An fp32 weight beside a half-precision input under autocast: the fp32 norm's values, no fp32 copy of x."""
+    """An fp32 weight beside a half-precision input under autocast: the fp32 norm's values, no fp32
+    copy of x.
+    """
     x = torch.randn(64, 512, device="cuda").to(dtype).requires_grad_()
     weight = (torch.rand(512, device="cuda") + 0.5).requires_grad_()
     with torch.autocast("cuda", dtype=dtype):
@@ -132,7 +134,9 @@ def test_a_norm_of_two_dtypes_saves_its_input_as_it_is(dtype):
     ids=["linear", "norm"],
 )
 def test_gradients_of_gradients_of_cast_operations_are_refused(function):
-    """What they save is cast, and does not lead back to x and the weight: their share would be left out."""
+    """What they save is cast, and does not lead back to x and the weight: their share would be left
+    out.
+    """
     x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     y = function(x, weight)
     with pytest.raises(RuntimeError, match="the gradient of a gradient is not defined"):
@@ -140,7 +144,10 @@ def test_gradients_of_gradients_of_cast_operations_are_refused(function):
 
 
 def test_very_many_logits_are_computed_in_chunks(monkeypatch):
-    """The same loss and gradients, with torch's operations too; which is decided by bytes of logits."""
+    """The same loss and gradients, with torch's operations too.
+
+    Which is decided by bytes of logits.
+    """
     x, weight = torch.randn(2, 24, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
     targets = torch.randint(40, (2, 24))
     found = []

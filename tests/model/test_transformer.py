@@ -161,7 +161,10 @@ SOME = ("block", "output", "block:1,gate-up:1")  # of operations that Triton int
     [("sdpa", "torch", (*RECOMPUTATION, "every-2")), ("flash", "triton", SOME)],
 )
 def test_blocks_that_keep_something_change_nothing(attention, ops, choices):
-    """Bit for bit, with grouped queries and the same dropout; what runs again counts tests/theory/test_recompute.py."""
+    """Bit for bit, with grouped queries and the same dropout.
+
+    What runs again counts tests/theory/test_recompute.py.
+    """
     model = TransformerLM(_config(dropout=0.2, num_kv_heads=1, attention=attention, ops=ops))
     torch.manual_seed(7)
     loss, gradients = _gradients(model, rows=1)

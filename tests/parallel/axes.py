@@ -1,4 +1,6 @@
-"""A small Transformer under a layout, beside one process: what the tests of layouts and of pipelines share."""
+"""A small Transformer under a layout, beside one process: what the tests of layouts and of
+pipelines share.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -122,7 +124,10 @@ def pieces(model, values):
 
 
 def assembled(held, shapes):
-    """Whole tensors out of all ranks' pieces, which cover everything; where several hold an element, to the bit."""
+    """Whole tensors out of all ranks' pieces, which cover everything.
+
+    Where several hold an element, to the bit.
+    """
     whole = {
         name: torch.full(shape, torch.nan, dtype=held[0][0][3].dtype)
         for name, shape in shapes.items()
@@ -160,7 +165,9 @@ def _rows(context, training, rows):
 
 
 def trained(training, ranks, rows, **where):
-    """Of each row the losses of all ranks, and in full the first gradients and the last parameters."""
+    """Of each row the losses of all ranks, and in full the first gradients and the last
+    parameters.
+    """
     found = run_ranks(_rows, ranks, training, rows, deadline_s=240, **where)
     return [
         (losses, assembled(gradients, training.shapes), assembled(parameters, training.shapes))
@@ -188,7 +195,8 @@ def assert_as_one_process(training, ranks, rows):
 
 
 def assert_near_fp64(training, rows, compute=None, *, alone="cpu", **where):
-    """On two ranks in fp32 each gradient nearer to fp64 than 1.5 times one process's, by the root of the mean square.
+    """On two ranks in fp32 each gradient nearer to fp64 than 1.5 times one process's, by the root
+    of the mean square.
 
     Args:
         alone: the device of the one process.

@@ -1,4 +1,5 @@
-"""Models and per-rank losses for the contract suite, and the one-process reference they are held against.
+"""Models and per-rank losses for the contract suite, and the one-process reference they are held
+against.
 
 Every rank trains on different data and starts from different weights, so that a missing broadcast
 or a missing reduction cannot pass unnoticed.
@@ -103,7 +104,9 @@ def _token_loss(model, rank, step, device):
 
 
 def _branch_loss(model, rank, step, device):
-    """Rank 1 uses the right head where the others use the left, so their gradients become ready differently."""
+    """Rank 1 uses the right head where the others use the left, so their gradients become ready
+    differently.
+    """
     branch = "right" if (rank + step) % 2 else "left"
     return model(_inputs(rank, step).to(device), branches=branch).square().mean()
 
@@ -115,7 +118,9 @@ def _same_branch_loss(model, rank, step, device):
 
 @dataclass(frozen=True)
 class Case:
-    """`build()` makes the model from the global generator, `loss(model, rank, step, device)` a step's loss."""
+    """`build()` makes the model from the global generator, `loss(model, rank, step, device)` a
+    step's loss.
+    """
 
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module, int, int, torch.device], Tensor] = _square_loss
@@ -141,7 +146,9 @@ def build(case, seed, device):
 
 
 def cast_matrices(module, dtype):
-    """The module with what FSDP casts in `dtype`: not the vectors of modules that hold no matrix."""
+    """The module with what FSDP casts in `dtype`: not the vectors of modules that hold no
+    matrix.
+    """
     if dtype is not None:
         for each in module.modules():
             if any(p.ndim >= 2 for p in each.parameters()):
@@ -152,7 +159,8 @@ def cast_matrices(module, dtype):
 
 
 class OneProcess:
-    """The micro-batches of all ranks on copies of one fp32 model, averaged in rank order; any optimizer.
+    """The micro-batches of all ranks on copies of one fp32 model, averaged in rank order; any
+    optimizer.
 
     Args:
         make: builds the model, each time with the same values. Not copied: deepcopy closes the

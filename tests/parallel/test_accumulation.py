@@ -11,8 +11,8 @@ from tests.parallel.test_contract import run
 
 
 def no_sync_and_then_a_step(context, strategy, nested):
-    """Either an exception ends a no_sync() before the only micro-batch, or the first two of three micro-batches are
-    under a no_sync() that is entered once more for the first."""
+    """Either an exception ends a no_sync() before the only micro-batch, or the first two of three
+    micro-batches are under a no_sync() that is entered once more for the first."""
     entry = get_strategy(strategy)
     model, whole = build("plain", 0, context.device), build("plain", 0, context.device)
     wrapper, optimizer = entry.build(

@@ -96,7 +96,8 @@ def test_a_dropped_wrapper_communicates_no_more(context, strategy):
 
 @on_two_ranks
 def test_messages_leave_while_backward_runs(context):
-    """Of the strategies that overlap: all but the first layer's have left before that layer's gradient is there.
+    """Of the strategies that overlap: all but the first layer's have left before that layer's
+    gradient is there.
 
     Notes what has been sent when the first layer's gradient is computed, the last of all.
     """

@@ -1,4 +1,6 @@
-"""`Strategy.build` and what every strategy offers: models on meta, the norm of the whole gradient, shards."""
+"""`Strategy.build` and what every strategy offers: models on meta, the norm of the whole gradient,
+shards.
+"""
 
 import inspect
 from dataclasses import fields
@@ -70,7 +72,10 @@ def from_meta(context, names):
 
 
 def test_a_model_on_meta_gets_the_values_of_one_built_on_the_device():
-    """Bit for bit under every strategy, tied weights included; by `init`, or by the modules' own reset_parameters."""
+    """Bit for bit under every strategy, tied weights included.
+
+    By `init`, or by the modules' own reset_parameters.
+    """
     run_ranks(from_meta, 2, strategies_on("cpu"))
 
 
@@ -97,7 +102,10 @@ def test_a_model_without_values_is_refused_unless_it_is_said_how_to_make_them(on
 
 
 def norms(context, case, names):
-    """The whole gradient's norm, and a clipped step, beside one process; ranks see different data."""
+    """The whole gradient's norm, and a clipped step, beside one process.
+
+    Ranks see different data.
+    """
     for name in names:
         if not STRATEGIES[name].synchronizes:
             continue

@@ -1,4 +1,5 @@
-"""The matrix of docs/learn/composition.md: every strategy with compile, checkpointing, autocast and accumulation.
+"""The matrix of docs/learn/composition.md: every strategy with compile, checkpointing, autocast and
+accumulation.
 
 Each combination trains a small Transformer (or a toy where that is the point) at two ranks and must
 give the gradients that the same model under the same transformation gives in one process.

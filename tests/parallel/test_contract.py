@@ -67,7 +67,10 @@ def run(fn, world_size, *args, backend="gloo", **options):
 
 
 def assert_same_on_all_ranks(tensors, context):
-    """Bit for bit, and None where the others have None; told from digests, for which one message does."""
+    """Bit for bit, and None where the others have None.
+
+    Told from digests, for which one message does.
+    """
     mine = torch.tensor([_digest(tensor) for tensor in tensors], device=context.device)
     both = torch.cat([mine, -mine])
     torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, context.group)
@@ -87,7 +90,9 @@ def _digest(tensor):
 
 
 def full_gradients(wrapper, context):
-    """Put every trainable parameter's gradient together from all ranks' shards, if they are sharded."""
+    """Put every trainable parameter's gradient together from all ranks' shards, if they are
+    sharded.
+    """
     names = [
         name for name, parameter in wrapper.module.named_parameters() if parameter.requires_grad
     ]
@@ -108,7 +113,10 @@ def full_gradients(wrapper, context):
 
 
 def train_beside_reference(context, strategy, case, set_to_none, shard_size=None, micro=1):
-    """Train two steps of so many micro-batches; gradients, parameters and buffers are those of one process."""
+    """Train two steps of so many micro-batches.
+
+    Gradients, parameters and buffers are those of one process.
+    """
     model = build(case, context.rank, context.device)  # rank 0's seed is the reference's
     mesh = {} if shard_size is None else {"mesh": hybrid_mesh(context.group, shard_size)}
     wrapper = (WITH_FSDP | ON_GPUS)[strategy](model, process_group=context.group, **mesh)
@@ -163,7 +171,8 @@ def train_beside_reference(context, strategy, case, set_to_none, shard_size=None
 
 
 def every_row(context, check, rows):
-    """`check(context, *row)` for all rows; on gloo each in a group of its own, so that none meets another's leftovers.
+    """`check(context, *row)` for all rows; on gloo each in a group of its own, so that none meets
+    another's leftovers.
 
     On NCCL a group takes hundreds of MB of a GPU until the process ends.
 
@@ -183,7 +192,10 @@ def every_row(context, check, rows):
 
 
 def rows_of(strategy, world_size, shard_size=None):
-    """Every kind of model that the strategy takes, its gradients dropped between steps, or zeroed; micro-batches."""
+    """Every kind of model that the strategy takes, its gradients dropped between steps, or zeroed.
+
+    Micro-batches.
+    """
     for case in CASES if shard_size is None else ON_A_MESH_TOO:
         if strategy != "fsdp" or case != "unused-on-some":
             both = world_size == 2 and case in ("plain", "tied", "unused-on-some", "odd-strides")

@@ -1,4 +1,5 @@
-"""Exceptions, deaths and ranks that stop early: an error within the timeout, and never a wrong result.
+"""Exceptions, deaths and ranks that stop early: an error within the timeout, and never a wrong
+result.
 
 Collectives that arrive late are part of random models (`tests/fuzz.py`).
 """
@@ -21,7 +22,10 @@ TIMEOUT_S = 3.0
 
 
 class Fragile(nn.Module):
-    """Raises in the backward of its middle when told to; its last layer may be in a reentrant checkpoint."""
+    """Raises in the backward of its middle when told to.
+
+    Its last layer may be in a reentrant checkpoint.
+    """
 
     def __init__(self, reentrant=False):
         super().__init__()

@@ -99,7 +99,10 @@ def backward_and_finish(fsdp, context, number=0):
 
 @on_two_ranks
 def test_construction_from_meta_takes_the_buffers_and_vectors_of_rank_0(context):
-    """Of a module built on meta, which ranks need not have drawn alike; test_behaviour.py has the others."""
+    """Of a module built on meta, which ranks need not have drawn alike.
+
+    Test_behaviour.py has the others.
+    """
 
     def write(module):
         with torch.no_grad():

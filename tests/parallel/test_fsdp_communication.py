@@ -67,7 +67,9 @@ def test_collectives_of_a_usual_step(context, dtype, backend):
 def test_parameters_that_are_kept_are_gathered_once_a_step_and_given_back_at_its_end(
     context, backend
 ):
-    """Two micro-batches and an evaluation between steps: gathers, reductions, gradients, and what memory stays."""
+    """Two micro-batches and an evaluation between steps: gathers, reductions, gradients, and what
+    memory stays.
+    """
     found = []
     for keep in (False, True):
         fsdp = wrapped(context, keep_gathered=keep)
@@ -138,7 +140,10 @@ def test_at_most_two_units_are_gathered(context, backend):
 
 @on_two_ranks
 def test_outside_forward_a_module_holds_its_shard(context):
-    """A freed buffer read by an operator would end the process; attributes therefore find the shard."""
+    """A freed buffer read by an operator would end the process.
+
+    Attributes therefore find the shard.
+    """
     fsdp = wrapped(context)
     down = fsdp.module.blocks[0].down
     backward_and_finish(fsdp, context)

@@ -1,4 +1,5 @@
-"""FSDP trains whatever people wrap as one process does: shapes, units that run several times or return views, dtypes.
+"""FSDP trains whatever people wrap as one process does: shapes, units that run several times or
+return views, dtypes.
 
 Random models (`tests/fuzz.py`) have the rest, in fp32: units that return their input, nested ones,
 ties, objects, units that run several times, matrices that some ranks use or nobody.
@@ -81,7 +82,9 @@ class LearnedPositions(nn.Module):
 
 
 class Shapes(nn.Module):
-    """Parameters of shapes that random models have not: no elements, one row or column, fewer rows than ranks, 4-D."""
+    """Parameters of shapes that random models have not: no elements, one row or column, fewer rows
+    than ranks, 4-D.
+    """
 
     def __init__(self):
         super().__init__()
@@ -147,7 +150,9 @@ ROWS = {
 
 
 def trains_as_one_process(context, name):
-    """Three steps: gradients and parameters bit for bit at two ranks, no message too many, nothing left gathered."""
+    """Three steps: gradients and parameters bit for bit at two ranks, no message too many, nothing
+    left gathered.
+    """
     row = ROWS[name]
 
     def make(seed):

@@ -1,4 +1,6 @@
-"""Dtypes under a compute dtype: matrices and what enters their products are cast, norms stay in fp32."""
+"""Dtypes under a compute dtype: matrices and what enters their products are cast, norms stay in
+fp32.
+"""
 
 import copy
 import warnings
@@ -17,7 +19,10 @@ HALVES = [torch.float16, torch.bfloat16]
 
 
 class Norms(nn.Module):
-    """Everything of torch's, and of one's own, that owns vectors only; and torch's modules that want one dtype."""
+    """Everything of torch's, and of one's own, that owns vectors only.
+
+    And torch's modules that want one dtype.
+    """
 
     def __init__(self):
         super().__init__()

@@ -127,7 +127,9 @@ class Returning(nn.Linear):
 
 @on_one_rank
 def test_units_whose_backward_could_not_be_seen(context):
-    """What a unit returns or keeps without FSDP finding the tensors in it: named, not a crash or a lost gradient."""
+    """What a unit returns or keeps without FSDP finding the tensors in it: named, not a crash or a
+    lost gradient.
+    """
     x = torch.ones(2, 4)
     for how, message, error in (
         ("generator", r"unit '1' returns a generator, .*: return tensors", TypeError),
@@ -151,7 +153,9 @@ def test_units_whose_backward_could_not_be_seen(context):
 
 @on_two_ranks
 def test_a_graph_of_the_backward(context):
-    """A gradient penalty differentiates the backward, when the parameters that it used are freed."""
+    """A gradient penalty differentiates the backward, when the parameters that it used are
+    freed.
+    """
     fsdp = FSDP(linear(), process_group=context.group)
     x = torch.ones(2, 4, requires_grad=True)
     out = fsdp(x).sum()

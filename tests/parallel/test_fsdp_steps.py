@@ -1,4 +1,6 @@
-"""What an optimizer's step may find in `.grad`: the mean over ranks, unedited, or edited alike on every rank."""
+"""What an optimizer's step may find in `.grad`: the mean over ranks, unedited, or edited alike on
+every rank.
+"""
 
 from contextlib import nullcontext
 
@@ -16,7 +18,10 @@ from tests.parallel.test_fsdp import backward_and_finish, own_loss, wrapped
 UNFINISHED = (
     "call finish_gradient_synchronization\\(\\) after backward, before optimizer.step\\(\\)"
 )
-EDITED = r"gradient of '[a-z.0-9]+' was edited .*fsdp\.clip_grad_norm_.*with fsdp\.elementwise_gradient_edits"
+EDITED = (
+    r"gradient of '[a-z.0-9]+' was edited .*fsdp\.clip_grad_norm_.*"
+    r"with fsdp\.elementwise_gradient_edits"
+)
 
 
 def backward(fsdp, context, step=0):

@@ -73,7 +73,10 @@ def check_shards(plan, index, owned):
     "name, expected", [("large", [(1, 0.0), (1, 0.0)]), ("10B", [(2, 0.0), (1, 3.7)])]
 )
 def test_padding_of_a_real_block(name, expected):
-    """One buffer and at most 0.3 % of padding up to 64 ranks; at 512 and 1,024 the numbers of docs/learn/fsdp.md."""
+    """One buffer and at most 0.3 % of padding up to 64 ranks.
+
+    At 512 and 1,024 the numbers of docs/learn/fsdp.md.
+    """
     shapes = ModelShape.of(preset(name)).matrix_shapes_per_block
     elements = sum(map(math.prod, shapes))
 
@@ -89,7 +92,9 @@ def test_padding_of_a_real_block(name, expected):
 
 
 def test_what_is_found_where_nothing_is_gathered():
-    """Shape and types, which modules ask of each other's weights, and no values: neither operators nor addresses."""
+    """Shape and types, which modules ask of each other's weights, and no values: neither operators
+    nor addresses.
+    """
     like = nn.Parameter(torch.empty(3, 4, device="meta").t())
     found = NotGathered(like, torch.bfloat16, torch.device("cpu"), "read elsewhere")
     assert isinstance(found, torch.Tensor) and found.requires_grad and found.dtype == torch.bfloat16

@@ -1,4 +1,6 @@
-"""The whole state of a model: one pair of functions on every wrapper, and an error where a state is not whole."""
+"""The whole state of a model: one pair of functions on every wrapper, and an error where a state is
+not whole.
+"""
 
 import copy
 import io
@@ -29,7 +31,9 @@ OPTIONS = {"lr": 0.05}
 
 
 class Root(nn.Module):
-    """All that a state dict can hold: tied, frozen, empty, 0-dim and channels_last parameters, two kinds of buffers."""
+    """All that a state dict can hold: tied, frozen, empty, 0-dim and channels_last parameters, two
+    kinds of buffers.
+    """
 
     def __init__(self, seed=0, dtype=torch.float32):
         super().__init__()

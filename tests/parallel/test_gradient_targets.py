@@ -1,4 +1,6 @@
-"""Gradients that the model writes straight into a bucket: the same means, without a copy, whatever happens around."""
+"""Gradients that the model writes straight into a bucket: the same means, without a copy, whatever
+happens around.
+"""
 
 from dataclasses import replace
 
@@ -101,7 +103,10 @@ def test_the_means_are_those_of_gradients_made_apart(name, tied, set_to_none):
 
 @pytest.mark.gpu
 def test_a_weight_gradient_is_the_fp32_sum_of_its_product():
-    """Nearer to float64 than torch's under autocast, which rounds it to bf16; the result and dx are torch's."""
+    """Nearer to float64 than torch's under autocast, which rounds it to bf16.
+
+    The result and dx are torch's.
+    """
     from distlab.model.ops import linear
 
     torch.manual_seed(0)

@@ -1,4 +1,7 @@
-"""Importing the lab changes nothing in torch; what watching takes is there only while something is watched."""
+"""Importing the lab changes nothing in torch.
+
+What watching takes is there only while something is watched.
+"""
 
 import gc
 import inspect

@@ -1,4 +1,6 @@
-"""What scripts do to a wrapped module besides training it: right under every strategy, or refused in one sentence."""
+"""What scripts do to a wrapped module besides training it: right under every strategy, or refused
+in one sentence.
+"""
 
 import copy
 import io
@@ -37,7 +39,7 @@ def full(made):
     return [value.detach().clone() for value in made[0].full_parameters().values()]
 
 
-# -- values assigned by `.data` ------------------------------------------------------------------------------
+# -- values assigned by `.data` --------------------------------------------------------------------
 
 
 def _as_a_vector(parameters):
@@ -57,7 +59,9 @@ def _swapped(parameters):
 
 @on_two_ranks
 def test_values_are_not_assigned_to_shards_and_what_was_kept_is_restored(context):
-    """An average swapped in and out: `p.data` that was kept is an alias, which nothing may overwrite."""
+    """An average swapped in and out: `p.data` that was kept is an alias, which nothing may
+    overwrite.
+    """
     for kind in ("zero1", "fsdp"):
         made = wrapped(context, kind)
         wrapper, parameters = made[0], list(made[0].parameters())
@@ -84,7 +88,7 @@ def test_values_are_not_assigned_to_shards_and_what_was_kept_is_restored(context
             before = full(made)
 
 
-# -- gradients that no backward of the wrapper made ----------------------------------------------------------
+# -- gradients that no backward of the wrapper made ------------------------------------------------
 
 
 @on_two_ranks
@@ -148,12 +152,15 @@ def test_a_loss_on_vectors_alone_and_an_early_finish_are_right(context):
         torch.testing.assert_close(ends("fsdp", loss, make()), ends("bucketed", loss, make()))
 
 
-# -- copies --------------------------------------------------------------------------------------------------
+# -- copies ----------------------------------------------------------------------------------------
 
 
 @on_two_ranks
 def test_a_copy_of_the_wrapped_module_is_an_ordinary_module(context):
-    """Averaged weights by deepcopy, `torch.save(wrapper.module)`; shards are no module by themselves."""
+    """Averaged weights by deepcopy, `torch.save(wrapper.module)`.
+
+    Shards are no module by themselves.
+    """
     x = torch.ones(2, 6)
     for kind in ("naive", "flat", "bucketed", "zero1"):
         made = wrapped(context, kind)
@@ -180,7 +187,7 @@ def test_a_copy_of_the_wrapped_module_is_an_ordinary_module(context):
             duplicate(module)
 
 
-# -- torch.compile -------------------------------------------------------------------------------------------
+# -- torch.compile ---------------------------------------------------------------------------------
 
 
 @on_two_ranks
@@ -205,7 +212,7 @@ def test_a_compiled_step_and_a_compiled_wrapper_train_alike(context):
             torch.testing.assert_close(trained(kind, part, copy.deepcopy(module)), expected)
 
 
-# -- refused -------------------------------------------------------------------------------------------------
+# -- refused ---------------------------------------------------------------------------------------
 
 
 def _clip(optimizer, *_):
@@ -214,7 +221,9 @@ def _clip(optimizer, *_):
 
 @on_two_ranks
 def test_what_a_strategy_cannot_do_it_names(context):
-    """Hooks on shards, `backward(inputs=…)`, other parameters, clipping in a step's pre-hook, `max_norm`."""
+    """Hooks on shards, `backward(inputs=…)`, other parameters, clipping in a step's pre-hook,
+    `max_norm`.
+    """
     x = torch.ones(2, 6)
     for hook in (nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook):
         wrapper = FSDP(net(), process_group=context.group)
@@ -283,7 +292,9 @@ def test_what_a_strategy_cannot_do_it_names(context):
 
 @pytest.mark.ranks(2)
 def test_arguments_in_torch_s_habit(context):
-    """A process group by position, as the first keyword of torch's DDP, and the default `norm_type`."""
+    """A process group by position, as the first keyword of torch's DDP, and the default
+    `norm_type`.
+    """
     with pytest.raises(
         TypeError, match=r"got a process group by position: give it by name, process_group="
     ):

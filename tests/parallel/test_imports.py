@@ -116,7 +116,9 @@ def test_build_loads_neither_the_registry_nor_the_strategies():
 
 
 def registry_imports(source):
-    """Return the imports of a module that load the registry: its own name, or a name of the package."""
+    """Return the imports of a module that load the registry: its own name, or a name of the
+    package.
+    """
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

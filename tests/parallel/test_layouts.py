@@ -1,4 +1,5 @@
-"""Tensor and context parallelism under every data strategy: each gradient, and three steps, beside one process.
+"""Tensor and context parallelism under every data strategy: each gradient, and three steps, beside
+one process.
 
 The loss alone shows little: norms whose gradients are not summed, an all-reduce too many behind the
 loss or another rank's positions leave it as it is, or nearly so.
@@ -68,7 +69,8 @@ def test_in_fp32_layouts_round_as_one_process_does():
 
 
 def of_two_halves(model):
-    """Let one process compute what two ranks of tensor parallelism do, one after the other, and add what they add.
+    """Let one process compute what two ranks of tensor parallelism do, one after the other, and add
+    what they add.
 
     Between `enter` and `leave` the batch stands twice, once for each rank.
     """
@@ -105,7 +107,9 @@ def of_two_halves(model):
         )
 
     def norm(x, weight, eps):
-        """The weight's gradient is a sum of two halves' of the sequence, that of x as without ranks."""
+        """The weight's gradient is a sum of two halves' of the sequence, that of x as without
+        ranks.
+        """
         halves = torch.cat([ops.rms_norm(part, weight, eps) for part in x.detach().chunk(2, 1)], 1)
         return ops.rms_norm(x, weight.detach(), eps) + (halves - halves.detach())
 

@@ -40,7 +40,9 @@ ON_A_MESH = {
 
 @on_four_ranks
 def test_replicas_average_their_shards_behind_backward(context):
-    """A unit's slice leaves for the other group after its reduce-scatter, while the next unit computes."""
+    """A unit's slice leaves for the other group after its reduce-scatter, while the next unit
+    computes.
+    """
     fsdp = wrapped(context, mesh=hybrid_mesh(context.group, 2))
     for number in range(2):
         fsdp.zero_grad()
@@ -70,7 +72,9 @@ def test_replicas_average_their_shards_behind_backward(context):
 
 @on_four_ranks
 def test_messages_in_two_levels_use_both_kinds_of_links_at_once(context):
-    """Gradients of 3, 24, 8, 64, 8 and 48 elements, the first padded: each start moves those before it on."""
+    """Gradients of 3, 24, 8, 64, 8 and 48 elements, the first padded: each start moves those before
+    it on.
+    """
     ddp = OverlapDDP(
         build("plain", context.rank, context.device), mesh=hybrid_mesh(context.group, 2)
     )

@@ -1,4 +1,6 @@
-"""Muon steps shards as torch's steps whole matrices in one process, and sends what its placements' docstrings say."""
+"""Muon steps shards as torch's steps whole matrices in one process, and sends what its placements'
+docstrings say.
+"""
 
 import io
 
@@ -25,7 +27,10 @@ CELLS = [
 
 
 class Weighted(nn.Module):
-    """Matrices of blocks, one of them transposed, a head and biases; the loss is linear in all of them."""
+    """Matrices of blocks, one of them transposed, a head and biases.
+
+    The loss is linear in all of them.
+    """
 
     def __init__(self):
         super().__init__()
@@ -91,7 +96,10 @@ def train(context, strategy, placement):
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.ranks
 def test_every_placement_and_strategy_is_bit_for_bit_one_process(context, world_size):
-    """Tall, wide, square and transposed matrices, cut within rows (ZeRO-1) and by rows (FSDP); some ranks have none."""
+    """Tall, wide, square and transposed matrices, cut within rows (ZeRO-1) and by rows (FSDP).
+
+    Some ranks have none.
+    """
     expected = in_one_process(world_size)
     for strategy, placement in CELLS:
         model, _ = train(context, strategy, placement)
@@ -127,7 +135,9 @@ def test_one_process_is_bit_for_bit_torch(options):
 
 @pytest.mark.gpu
 def test_a_batch_of_matrices_is_orthogonalised_as_one_by_one():
-    """On a GPU the products of a batch may be summed in another order: by what bf16 rounds, in five iterations."""
+    """On a GPU the products of a batch may be summed in another order: by what bf16 rounds, in five
+    iterations.
+    """
     matrices = torch.randn(3, 96, 64, device="cuda")
     together, alone = (
         torch.cat(
@@ -187,7 +197,7 @@ def test_where_no_rank_could_put_matrices_together_is_refused(context):
         Muon.split(nn.Linear(2, 2))
 
 
-# -- arguments and states, as torch's optimizers have them ---------------------------------------------
+# -- arguments and states, as torch's optimizers have them -----------------------------------------
 
 NAN = float("nan")
 REFUSED = [

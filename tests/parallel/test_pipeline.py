@@ -1,4 +1,6 @@
-"""Pipelines under data strategies and beside the other axes: to the bit one process with the same micro-batches."""
+"""Pipelines under data strategies and beside the other axes: to the bit one process with the same
+micro-batches.
+"""
 
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Random models under every strategy, against one process: see `tests/fuzz.py` for what is compared."""
+"""Random models under every strategy, against one process: see `tests/fuzz.py` for what is
+compared.
+"""
 
 import pytest
 

@@ -86,7 +86,8 @@ def test_mistakes_are_named_with_what_to_do_instead(context):
             partial(naive, nn.Sequential(wrapped, nn.LazyLinear(3))),
         ),
         (
-            "cannot change 'weight' from torch.float32 on cpu to torch.float16 on cpu.*before wrapping",
+            "cannot change 'weight' from torch.float32 on cpu to torch.float16 on cpu.*before "
+            "wrapping",
             first.half,
         ),
         ("cannot change.*before wrapping", partial(first.to, "meta")),
@@ -159,7 +160,9 @@ def penalised(critic, rank):
 
 @on_two_ranks
 def test_a_gradient_penalty_is_right_by_autograd_grad_and_refused_by_backward(context):
-    """A `.grad` that is part of a graph cannot be averaged: the graph would be cut off without a word."""
+    """A `.grad` that is part of a graph cannot be averaged: the graph would be cut off without a
+    word.
+    """
 
     def critic():
         torch.manual_seed(0)

@@ -1,4 +1,6 @@
-"""Whose state a sharded optimizer takes at load: this rank's, or its part of the whole, and nothing else silently."""
+"""Whose state a sharded optimizer takes at load: this rank's, or its part of the whole, and nothing
+else silently.
+"""
 
 import copy
 import io
@@ -16,7 +18,9 @@ OPTIONS = {"lr": 0.05}
 
 
 class Net(nn.Module):
-    """Matrices of several shapes, one of them transposed in memory, a vector, and perhaps a frozen layer."""
+    """Matrices of several shapes, one of them transposed in memory, a vector, and perhaps a frozen
+    layer.
+    """
 
     def __init__(self, frozen=False):
         super().__init__()
@@ -45,7 +49,10 @@ def step(model, optimizer, number):
 
 
 def in_one_process(optimizer_cls, frozen):
-    """Train the module alone; returns it, its optimizer, and both as they were after the first step."""
+    """Train the module alone.
+
+    Returns it, its optimizer, and both as they were after the first step.
+    """
     module = Net(frozen)
     groups = optimizer_cls.split(module) if optimizer_cls is Muon else module.parameters()
     optimizer = optimizer_cls(groups, **OPTIONS)
@@ -112,7 +119,10 @@ def test_the_shards_of_another_rank_are_refused(context):
 
 @on_two_ranks
 def test_state_of_other_parameters_is_refused_at_load(context):
-    """Of another order, or other groups; it failed in the next step, by two sizes that do not match."""
+    """Of another order, or other groups.
+
+    It failed in the next step, by two sizes that do not match.
+    """
     for optimizer_cls in (torch.optim.AdamW, torch.optim.RMSprop):
         module = Net()
         other = optimizer_cls([*module.parameters()][::-1], **OPTIONS)

@@ -51,7 +51,9 @@ def test_parity_with_the_unsharded_optimizer(context, implementation, world_size
 
 
 def shares(context):
-    """Elements of Adam's state under both sharded optimizers, those of the model, and of its largest parameter."""
+    """Elements of Adam's state under both sharded optimizers, those of the model, and of its
+    largest parameter.
+    """
     held = []
     for kind in ("sharded-optimizer", "zero1"):
         model = nn.Sequential(*(nn.Linear(3, width) for width in (3, 40, 7, 25, 31, 12)))
@@ -170,7 +172,9 @@ def test_groups_and_state_that_are_changed_from_outside_are_refused(context):
 
 
 def with_scale(seed):
-    """A parameter without dimensions, whose state has none either, and transposed matrices, whose state is, too."""
+    """A parameter without dimensions, whose state has none either, and transposed matrices, whose
+    state is, too.
+    """
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 8), Matrix("scalar", 8), Matrix("transposed", 8))
 

@@ -1,4 +1,5 @@
-"""The contract on CUDA tensors without NCCL: gloo ranks that share one GPU, so that one GPU tests several ranks.
+"""The contract on CUDA tensors without NCCL: gloo ranks that share one GPU, so that one GPU tests
+several ranks.
 
 gloo copies its results back to the GPU from a thread of its own, at any time before `wait()`
 returns.
@@ -41,7 +42,9 @@ def rows() -> dict[str, Callable[[RankContext], None]]:
 
 
 def failures(context: RankContext) -> dict[str, str]:
-    """Each row in a process group of its own, so that a rank that raised in one joins the others in the next."""
+    """Each row in a process group of its own, so that a rank that raised in one joins the others in
+    the next.
+    """
     found = {}
     for name, row in rows().items():
         dist.barrier(context.group)  # whose timeout is longer

@@ -1,5 +1,5 @@
-"""What is checked before an optimizer steps averaged parameters: that gradients were finished, and nobody has edited
-only a part of them since."""
+"""What is checked before an optimizer steps averaged parameters: that gradients were finished, and
+nobody has edited only a part of them since."""
 
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -192,7 +192,8 @@ def replaced(parameters):
 @pytest.mark.parametrize("kind", ["zero1", "fsdp"])
 @pytest.mark.ranks
 def test_edits_of_gradients_reach_the_step_or_stop_it(context, kind, world_size):
-    """Right element by element, inside the named context: as in one process; all else raises before anything steps.
+    """Right element by element, inside the named context: as in one process; all else raises before
+    anything steps.
 
     `torch.nn.utils.clip_grad_norm_` would take the norm of this rank's shards, and scale the
     vectors by it.

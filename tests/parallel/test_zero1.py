@@ -1,4 +1,6 @@
-"""ZeroOptimizer: the same training as an unsharded optimizer, with a share of state and work on each rank."""
+"""ZeroOptimizer: the same training as an unsharded optimizer, with a share of state and work on
+each rank.
+"""
 
 import pytest
 import torch
@@ -26,7 +28,9 @@ def test_a_step_between_forward_and_backward_raises(context):
 
 
 class Scaled(torch.optim.SGD):
-    """A class of one's own, which may look at whole tensors: this one takes no more than its base does."""
+    """A class of one's own, which may look at whole tensors: this one takes no more than its base
+    does.
+    """
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -1,4 +1,5 @@
-"""ZeroOptimizer's parameters while they are being gathered, in both modes: a reader gets the new values.
+"""ZeroOptimizer's parameters while they are being gathered, in both modes: a reader gets the new
+values.
 
 By default `step()` waits. With `overlap_gather=True` the next forward waits, block by block, and
 `synchronize()` and state dicts wait for all. The all-gathers here are late: their results are put
@@ -180,7 +181,9 @@ def test_state_dicts_synchronize_and_close_wait_for_all_parameters(context, over
 @pytest.mark.parametrize("overlap", [False, True])
 @on_two_ranks
 def test_a_forward_reads_the_new_values_wherever_they_are(context, overlap):
-    """Of blocks, of layers outside of blocks, of a weight that only the root reads, of the module alone."""
+    """Of blocks, of layers outside of blocks, of a weight that only the root reads, of the module
+    alone.
+    """
     for build in (Blocks, partial(Blocks, in_list=False), ReadsItsHead, TiedToABlock):
         for through_wrapper in (True, False):
             for gradients in (True, False):
@@ -245,7 +248,9 @@ def test_gathers_stay_under_the_forward_block_by_block(context, compile_blocks):
 
 @on_two_ranks
 def test_parameters_outside_of_blocks_are_gathered_first(context):
-    """The wrapper's forward waits for them, so the gathers of blocks must not come before theirs."""
+    """The wrapper's forward waits for them, so the gathers of blocks must not come before
+    theirs.
+    """
     model = ReadsItsHead()
     wrapper = BucketedDDP(model, SMALL, process_group=context.group)
     optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, overlap_gather=True, lr=0.5)

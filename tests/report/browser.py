@@ -12,7 +12,9 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 WATCH = """<script>
 window.problems = [];
 for (const kind of ["error", "unhandledrejection", "securitypolicyviolation"])
-  addEventListener(kind, event => problems.push(kind + ": " + (event.message || event.reason || event.blockedURI)));
+  addEventListener(kind, event => {
+    problems.push(kind + ": " + (event.message || event.reason || event.blockedURI));
+  });
 </script>"""
 
 
@@ -23,7 +25,10 @@ def chromium():
 
 @dataclass
 class Seen:
-    """`answer`: what the script evaluated to; `problems`: errors of the page; `console`: its lines."""
+    """`answer`: what the script evaluated to.
+
+    `problems`: errors of the page; `console`: its lines.
+    """
 
     answer: Any
     problems: list[str]
@@ -31,7 +36,8 @@ class Seen:
 
 
 def visit(page, script, *, dark=False, width=1200):
-    """Open a copy of the page beside it, evaluate `script` there once it has loaded, and say what happened.
+    """Open a copy of the page beside it, evaluate `script` there once it has loaded, and say what
+    happened.
 
     Args:
         script: a JavaScript expression, whose value JSON can hold.
@@ -39,7 +45,10 @@ def visit(page, script, *, dark=False, width=1200):
         dark: whether the system prefers dark pages.
     """
     ask = f"""<script>addEventListener("load", () => {{
-      const answer = (() => {{ try {{ return {script}; }} catch (error) {{ problems.push(String(error)); }} }})();
+      const ask = () => {{
+        try {{ return {script}; }} catch (error) {{ problems.push(String(error)); }}
+      }};
+      const answer = ask();
       document.documentElement.innerHTML = "<pre></pre>";
       document.querySelector("pre").textContent = JSON.stringify({{answer, problems}});
     }});</script>"""

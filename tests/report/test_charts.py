@@ -1,4 +1,6 @@
-"""Pictures are drawn from numbers alone, look the same each time, and show what could not be measured."""
+"""Pictures are drawn from numbers alone, look the same each time, and show what could not be
+measured.
+"""
 
 import math
 from types import SimpleNamespace

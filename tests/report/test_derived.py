@@ -83,7 +83,10 @@ def test_equal_rows_are_told_apart_in_about_one_run_of_twenty(pairs, monkeypatch
 
 
 def test_paired_samples_are_compared_pair_by_pair():
-    """A drift that hits both widens nothing; of a row with fewer samples those count that have a pair."""
+    """A drift that hits both widens nothing.
+
+    Of a row with fewer samples those count that have a pair.
+    """
     drift = [1.5**number for number in range(8)]
     base = row(1.0, 5.0, 20.0, step_samples_ms=drift)
     found = held(base, row(1.0, 5.0, 20.0, step_samples_ms=[1.1 * ms for ms in drift[:6]]))[1]

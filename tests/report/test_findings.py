@@ -1,4 +1,6 @@
-"""Sentences that compare timings: a claim needs the whole interval, and a doubt says how noisy the run is."""
+"""Sentences that compare timings: a claim needs the whole interval, and a doubt says how noisy the
+run is.
+"""
 
 import pytest
 

@@ -1,4 +1,7 @@
-"""Records survive the way to disk and back; what is written is whole and says what was not measured."""
+"""Records survive the way to disk and back.
+
+What is written is whole and says what was not measured.
+"""
 
 import csv
 import json

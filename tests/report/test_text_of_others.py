@@ -1,4 +1,6 @@
-"""Records may come from anywhere: nothing that they hold is obeyed by git, a terminal, Markdown or a picture."""
+"""Records may come from anywhere: nothing that they hold is obeyed by git, a terminal, Markdown or
+a picture.
+"""
 
 import dataclasses
 import os

@@ -1,4 +1,6 @@
-"""A run's folder: report.html in a real browser, tables in every form, `--from`, and machines that are not mixed."""
+"""A run's folder: report.html in a real browser, tables in every form, `--from`, and machines that
+are not mixed.
+"""
 
 import dataclasses
 import json
@@ -85,7 +87,8 @@ RECORDS = [
 
 # Each heading is pressed twice; the picture has a width only once it was decoded; nothing else was
 # fetched.
-PRESS = """[...document.querySelectorAll("table")[0].tHead.rows[0].cells].map(heading => [1, 2].map(() => {
+PRESS = """
+[...document.querySelectorAll("table")[0].tHead.rows[0].cells].map(heading => [1, 2].map(() => {
   heading.querySelector("button").click();
   const rows = [...document.querySelectorAll("table")[0].tBodies[0].rows];
   return [heading.getAttribute("aria-sort"), rows.map(row => row.cells[0].textContent)];

@@ -1,4 +1,7 @@
-"""Differences between runs: found above the noise, not below it; what differs is named; bad input in one message."""
+"""Differences between runs: found above the noise, not below it.
+
+What differs is named; bad input in one message.
+"""
 
 import dataclasses
 import json

@@ -1,4 +1,7 @@
-"""A run's folder fails early and clearly; one writer, whole files, and what is complete is not measured again."""
+"""A run's folder fails early and clearly.
+
+One writer, whole files, and what is complete is not measured again.
+"""
 
 import json
 import os
@@ -48,7 +51,7 @@ def test_names_that_leave_the_folder_are_refused(tmp_path, experiment, stamp):
         make_folder(tmp_path, experiment, stamp)
 
 
-# -- a run's files say that they are whole -----------------------------------------------------------------
+# -- a run's files say that they are whole ---------------------------------------------------------
 
 
 HEADER = Header("bench", {"batch": 4}, 1, {"device_name": "a CPU"}, "abc")
@@ -113,7 +116,7 @@ def test_records_without_a_checksum_are_read_as_before(tmp_path):
     assert every and all(map(read_json, every))
 
 
-# -- one run of a name -------------------------------------------------------------------------------------
+# -- one run of a name -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -206,7 +209,9 @@ def test_a_refused_run_leaves_no_folder(tmp_path):
 
 
 def test_a_stopped_run_promises_to_go_on_where_rows_are_saved(tmp_path, capsys):
-    """And where the experiment asks for them: one that did not said so too, and began with its first row."""
+    """And where the experiment asks for them: one that did not said so too, and began with its
+    first row.
+    """
     ends = {
         7: "run.json; the same command with --name run-7 continues\n",
         9: "records.json, run.json\n",

@@ -90,7 +90,9 @@ def test_the_host_decides_where_it_takes_longer():
 
 
 def test_recorded_steps_on_two_h200():
-    """Batch 8 is where the machine's shares come from, batch 2 is predicted: all within 15 % of p50."""
+    """Batch 8 is where the machine's shares come from, batch 2 is predicted: all within 15 % of
+    p50.
+    """
     machine = machine_of(H200_SXM)
     compared = 0
     for name in ("h200x2-xl-batch2.json", "h200x2-xl-batch8.json"):
@@ -130,7 +132,10 @@ def test_recorded_steps_on_two_h200():
     ],
 )
 def test_measured_steps_of_a_long_context(ops, keep, compiled, milliseconds):
-    """The 8 B model on two H200s, 32,768 tokens each, within 10 %; memory: tests/experiments/test_long_context.py."""
+    """The 8 B model on two H200s, 32,768 tokens each, within 10 %.
+
+    Memory: tests/experiments/test_long_context.py.
+    """
     step = PlannedStep(
         preset("8B", ops=ops), 1, "fsdp", "bf16", checkpointing=keep, compiled=compiled
     )

@@ -1,4 +1,6 @@
-"""Hybrid sharding in the simulation: the strategies' own collectives, and in which groups they run."""
+"""Hybrid sharding in the simulation: the strategies' own collectives, and in which groups
+they run.
+"""
 
 import pytest
 

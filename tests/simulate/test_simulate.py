@@ -1,5 +1,6 @@
-"""The simulated step against the same strategy on real ranks: every collective in order, bytes and types; FLOPs
-against the closed form. Memory and volume are compared in tests/theory/test_axes.py."""
+"""The simulated step against the same strategy on real ranks: every collective in order, bytes and
+types; FLOPs against the closed form. Memory and volume are compared in
+tests/theory/test_axes.py."""
 
 import sys
 

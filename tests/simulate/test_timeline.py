@@ -1,4 +1,6 @@
-"""The two streams on synthetic events, the cost models, and the calibration on steps of known constants."""
+"""The two streams on synthetic events, the cost models, and the calibration on steps of known
+constants.
+"""
 
 import pytest
 import torch

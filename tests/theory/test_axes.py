@@ -99,7 +99,10 @@ DEEP, RANKS, MICRO_BATCHES = replace(CONFIG, num_layers=4), 8, 2
 
 @pytest.mark.parametrize("strategy", PIPELINES)
 def test_a_rank_of_a_pipeline_sends_what_the_closed_form_says(strategy):
-    """In bf16; in fp32, and under more schedules, on ranks that do send: tests/parallel/test_pipeline.py."""
+    """In bf16.
+
+    In fp32, and under more schedules, on ranks that do send: tests/parallel/test_pipeline.py.
+    """
     in_bf16 = {"itemsize": 2, "casts_parameters": get_strategy(strategy).casts_parameters}
     for layout in map(Layout.parse, PIPELINES[strategy]):
         for place, part in enumerate(rank_parts(DEEP, layout, micro_batches=MICRO_BATCHES)):
@@ -130,7 +133,10 @@ def _error(config, strategy, layout, dtype, **keeps):
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_holds_what_the_closed_form_says(strategy, dtype, layout):
-    """Within 2.5 %, as without a layout; the states alone are most of a rank's under tensor parallelism."""
+    """Within 2.5 %, as without a layout.
+
+    The states alone are most of a rank's under tensor parallelism.
+    """
     assert abs(_error(CONFIG, strategy, layout, dtype)) < 0.025
 
 
@@ -143,10 +149,10 @@ def test_a_rank_holds_what_the_closed_form_says(strategy, dtype, layout):
     ],
 )
 def test_each_rank_of_a_pipeline_holds_what_the_closed_form_says(strategy, dtype, layouts):
-    """Within 2.5 %: other micro-batches' activations, each with copies of the matrices under autocast, and gradients
-    that have been summed so far; of all ranks the fullest is what a plan takes. GPipe's last rank
-    also holds logits. Activations are most of it: of stages of one block with a large head FSDP's
-    rank differs by 7 %."""
+    """Within 2.5 %: other micro-batches' activations, each with copies of the matrices under
+    autocast, and gradients that have been summed so far; of all ranks the fullest is what a plan
+    takes. GPipe's last rank also holds logits. Activations are most of it: of stages of one block
+    with a large head FSDP's rank differs by 7 %."""
     config = replace(CONFIG, num_layers=8, vocab_size=1024)
     for layout in map(Layout.parse, layouts):
         planned = PlannedStep(config, layout.ranks, strategy, dtype, micro_batches=4, layout=layout)
@@ -190,7 +196,9 @@ def test_what_blocks_keep_of_a_long_sequence(layout):
 
 @pytest.mark.parametrize("ops, keep", [("triton", "none"), ("auto", "qkv"), ("triton", "block")])
 def test_a_step_of_fused_kernels_takes_the_memory_of_the_plan(ops, keep):
-    """Some 2 % off: on a CPU these kernels are replaced by torch's operators, whose temporaries differ."""
+    """Some 2 % off: on a CPU these kernels are replaced by torch's operators, whose temporaries
+    differ.
+    """
     model = preset("small", context_length=512, ops=ops, num_layers=3)
     assert abs(_error(model, "fsdp", "", "bf16", checkpointing=keep)) < 0.025
 
@@ -223,8 +231,8 @@ EVEN = replace(WIDE, num_layers=16, vocab_size=64)  # stages that take equally l
     ],
 )
 def test_a_pipeline_waits_as_its_schedule_says(layout, share):
-    """For (p − 1)/m of its work, interleaved a half of it, zero-bubble a third where B takes twice F's time; each
-    message on the way costs a little more."""
+    """For (p − 1)/m of its work, interleaved a half of it, zero-bubble a third where B takes twice
+    F's time; each message on the way costs a little more."""
     machine, shared = machine_on(cluster("dgx-h200:2x8")), Layout.parse(layout)
     sizes = {"batch": 4 * shared.ranks, "ranks": 16, "micro_batches": 8, "kernels": "fused"}
     alone = estimate_step(

@@ -27,7 +27,9 @@ def test_small_sizes_count_as_much_as_large_ones():
 
 
 def test_what_nothing_explains_does_not_spoil_the_rest():
-    """Milliseconds of a ring of whole tensors on four H200s (NCCL), 4 KiB to 2 GiB: the first two met a busy host."""
+    """Milliseconds of a ring of whole tensors on four H200s (NCCL), 4 KiB to 2 GiB: the first two
+    met a busy host.
+    """
     times = [
         0.414,
         0.412,

@@ -1,4 +1,6 @@
-"""Roofline, occupancy, waves, bank conflicts, traffic and the fusion advisor, against figures worked out by hand."""
+"""Roofline, occupancy, waves, bank conflicts, traffic and the fusion advisor, against figures
+worked out by hand.
+"""
 
 from dataclasses import replace
 
@@ -126,8 +128,9 @@ def test_the_advisor_minds_who_reads_it():
 
 
 def test_the_advisor_proposes_the_kernels_of_this_labs_block():
-    """Residual addition and norm, which save more together than the addition does as an epilogue, also of small matmuls
-    whose epilogue would pay; the epilogues of large ones save less than the rule asks for.
+    """Residual addition and norm, which save more together than the addition does as an epilogue,
+    also of small matmuls whose epilogue would pay; the epilogues of large ones save less than the
+    rule asks for.
     """
     for sizes in ((8, 2048, 4096, 11008, 32), (8, 1024, 1024, 4096, 16)):
         plan = advise(transformer_block(*sizes, autocast=True), H100_SXM)

@@ -74,7 +74,10 @@ def test_shape_counts_the_models_parameters(shape):
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """Saves what torch's fused kernel on CUDA does; on a CPU torch takes it apart and saves more."""
+    """Saves what torch's fused kernel on CUDA does.
+
+    On a CPU torch takes it apart and saves more.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, eps):

@@ -1,4 +1,6 @@
-"""The operators in closed form against the events of the simulated model: FLOPs exactly, bytes nearly."""
+"""The operators in closed form against the events of the simulated model: FLOPs exactly, bytes
+nearly.
+"""
 
 import pytest
 
@@ -29,7 +31,9 @@ def total(work, what, phase=""):
     ],
 )
 def test_as_the_simulated_model(strategy, dtype, keep, ranks):
-    """Bytes within 3 %: rotary tables and scalars are left out, and every unit counts as gathered twice."""
+    """Bytes within 3 %: rotary tables and scalars are left out, and every unit counts as gathered
+    twice.
+    """
     step = simulate_training(
         CONFIG, strategy, batch=2, world_size=ranks, dtype=dtype, checkpointing=keep
     )
@@ -50,7 +54,10 @@ def test_theory_and_model_name_alike_what_blocks_keep():
 
 @pytest.mark.parametrize("precision, autocast", [("fp32", False), ("bf16-autocast", True)])
 def test_both_counts_of_theory_agree(precision, autocast):
-    """The advisor's graph of a block and the operators of a step, forward; in one kernel each what can be."""
+    """The advisor's graph of a block and the operators of a step, forward.
+
+    In one kernel each what can be.
+    """
     model = preset("medium")
     graph = transformer_block(
         8, 1024, model.d_model, model.d_ff, model.num_heads, 2 if autocast else 4, autocast

@@ -1,4 +1,6 @@
-"""Recomputation in groups: torch's own count of FLOPs, brute force over blocks, and the square-root rule."""
+"""Recomputation in groups: torch's own count of FLOPs, brute force over blocks, and the square-root
+rule.
+"""
 
 import pytest
 import torch
@@ -24,7 +26,10 @@ def test_what_runs_again_is_what_torch_counts(group):
 
 @pytest.mark.parametrize("plan", [*RECOMPUTATION, "block:1,qkv:4"])
 def test_what_blocks_keep_does_not_run_again(plan):
-    """Matmuls as torch counts them, with grouped queries; attention's own runs again where blocks keep nothing."""
+    """Matmuls as torch counts them, with grouped queries.
+
+    Attention's own runs again where blocks keep nothing.
+    """
     config = ModelConfig(16, 32, 5, 2, vocab_size=11, context_length=8, num_kv_heads=1)
     found = []
     for choice in (plan, "none"):

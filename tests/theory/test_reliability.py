@@ -11,7 +11,10 @@ FAILURES = Failures(between=20_000.0, checkpoint=60.0, restart=2_000.0)
 
 
 def test_goodput_is_that_of_drawn_failures():
-    """Periods of work and a save are repeated, each after a restart, until no failure comes in one; within 3 %."""
+    """Periods of work and a save are repeated, each after a restart, until no failure comes in one.
+
+    Within 3 %.
+    """
     interval, generator = 1500.0, np.random.default_rng(0)
     lasting = total = 0.0
     for _ in range(20_000):

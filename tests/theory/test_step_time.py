@@ -14,7 +14,9 @@ TIMES = st.floats(0, 100)
 
 @given(TIMES, TIMES, RATES, RATES)
 def test_together_is_two_streams(compute, communication, p, q):
-    """In small slices of time: each stream runs at its rate while the other does, then at its own."""
+    """In small slices of time: each stream runs at its rate while the other does, then at
+    its own.
+    """
     a, b, now = compute, communication, 0.0
     while a > 1e-9 and b > 1e-9:
         slice_s = min(a / p, b / q)
@@ -25,7 +27,10 @@ def test_together_is_two_streams(compute, communication, p, q):
 
 
 def test_a_pipeline_by_hand():
-    """Ready at 2 and 3 of 10 s; messages of 1 and 4 s at half speed; backward beside them at 3/4."""
+    """Ready at 2 and 3 of 10 s.
+
+    Messages of 1 and 4 s at half speed; backward beside them at 3/4.
+    """
     # 2 alone; 1 s of message lasts 2, backward is at 3.5; 4 s last 8, backward at 9.5; 0.5 alone.
     found = pipeline([2, 3], [1, 4], 10, compute_rate=0.75, communication_rate=0.5)
     assert found == pytest.approx(2 + 2 + 8 + 0.5)
@@ -53,7 +58,9 @@ MESSAGES = Messages(gradient_bytes=80.0, parameter_bytes=40.0, parameters=10, bu
 
 
 def test_worked_example():
-    """Two ranks, no latency: an all-reduce of 80 bytes at 100 per second takes 0.8 s, one pass of it 0.4."""
+    """Two ranks, no latency: an all-reduce of 80 bytes at 100 per second takes 0.8 s, one pass of
+    it 0.4.
+    """
     network = Network(100.0, 100.0)
     found = {
         name: step_time(STRATEGIES[name], COMPUTE, MESSAGES, network, 2)

@@ -1,4 +1,6 @@
-"""The closed forms against worked examples, against torch's own rule and against the executed plan."""
+"""The closed forms against worked examples, against torch's own rule and against the
+executed plan.
+"""
 
 import pytest
 import torch

@@ -14,7 +14,10 @@ STRATEGIES = ["bucketed", "zero1", "sharded-optimizer", "fsdp", "fsdp2"]
 
 
 def tiny(**changes):
-    """About 10 ms per step, in several buckets; twelve sequences divide among 1, 2, 3 and 4 ranks."""
+    """About 10 ms per step, in several buckets.
+
+    Twelve sequences divide among 1, 2, 3 and 4 ranks.
+    """
     model = {"layers": 2, "d_model": 32, "d_ff": 48, "heads": 2, "context": 8, "vocab": 31}
     defaults = model | {
         "batch": 12,

@@ -36,7 +36,9 @@ TRAINABLE_ON_CPU = [name for name in TRAINABLE if name in strategies_on("cpu")]
 
 
 def test_all_strategies_train_alike_bit_for_bit():
-    """Losses and validation of the same steps, in every bit: two ranks add in one order, whatever the strategy."""
+    """Losses and validation of the same steps, in every bit: two ranks add in one order, whatever
+    the strategy.
+    """
     each = [{"strategy": name, "clip": 0.0} for name in TRAINABLE_ON_CPU]
     results = [
         (losses, validation) for losses, _, validation in run_ranks(losses_and_norms, 2, each)[0]
@@ -162,7 +164,9 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_with_a_checkpoint(tmp_path):
 @pytest.mark.parametrize("strategy", ["bucketed", "fsdp"])
 @on_two_ranks
 def test_a_closed_trainer_leaves_no_descriptor_and_no_thread(context, tmp_path, strategy):
-    """Each trainer makes two groups of its own, of five descriptors and three threads each on a rank."""
+    """Each trainer makes two groups of its own, of five descriptors and three threads each on a
+    rank.
+    """
 
     def held():
         return [len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")]

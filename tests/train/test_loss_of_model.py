@@ -14,7 +14,10 @@ STRATEGIES = ("bucketed", "zero1", "sharded-optimizer", "fsdp")
 
 
 def trained(context, strategy_name, ops, tied):
-    """Losses of three steps of two micro-batches, and the whole parameters after them; ranks begin differently."""
+    """Losses of three steps of two micro-batches, and the whole parameters after them.
+
+    Ranks begin differently.
+    """
     config = preset(
         "tiny",
         num_layers=1,
@@ -46,7 +49,8 @@ def trained(context, strategy_name, ops, tied):
 @pytest.mark.parametrize("tied", [False, True])
 @on_two_ranks
 def test_a_loss_computed_by_the_head_trains_alike_under_every_strategy(context, tied):
-    """Our operations and AdamW, the loss in the head: losses and weights are those of torch's operations.
+    """Our operations and AdamW, the loss in the head: losses and weights are those of torch's
+    operations.
 
     Ours in plain torch, which costs a tenth of interpreting.
     """

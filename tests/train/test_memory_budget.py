@@ -65,8 +65,8 @@ def test_each_kind_of_excess_has_its_remedy(free):
     assert "A smaller --batch and a smaller --context together" in both
     text = shortage(PlannedStep(preset("10B"), 1), "cpu")
     assert (
-        "take a smaller --size, or --strategy fsdp --checkpointing block on 16 ranks with as much each"
-        in text
+        "take a smaller --size, or --strategy fsdp --checkpointing block on 16 ranks with as much "
+        "each" in text
     )
     text = shortage(PlannedStep(preset("10B", context_length=10**6), 1), "cpu")
     assert text.endswith("block on 16 ranks with as much each and a smaller --context")
@@ -86,7 +86,10 @@ def test_the_memory_of_many_layers_is_known_at_once(monkeypatch):
 
 
 def test_as_little_is_recomputed_as_the_memory_allows():
-    """From nothing kept to everything, in the order of arithmetic per byte; the last blocks keep most."""
+    """From nothing kept to everything, in the order of arithmetic per byte.
+
+    The last blocks keep most.
+    """
     plan = PlannedStep(preset("8B", ops="triton"), 1, "fsdp", "bf16", checkpointing="auto")
     peaks = {keep: replace(plan, checkpointing=keep).memory(2).peak.total for keep in KEPT}
     assert sorted(peaks, key=peaks.get) == list(KEPT)

@@ -1,4 +1,6 @@
-"""What a resumed run takes over besides parameters and moments, and what it must not be given another of."""
+"""What a resumed run takes over besides parameters and moments, and what it must not be given
+another of.
+"""
 
 import pytest
 import torch
@@ -19,7 +21,10 @@ def parameters(run):
 
 @on_two_ranks
 def test_the_loss_scale_and_every_option_of_a_group_are_those_of_the_checkpoint(context, tmp_path):
-    """fp16 would begin again at a scale of 65,536; a weight decay that was changed on the way would be lost."""
+    """fp16 would begin again at a scale of 65,536.
+
+    A weight decay that was changed on the way would be lost.
+    """
     for strategy in ("bucketed", "sharded-optimizer", "zero1", "fsdp"):
         folder = tmp_path / strategy
         first = Run(context, folder, strategy=strategy, dtype="fp16")
@@ -42,7 +47,9 @@ def test_the_loss_scale_and_every_option_of_a_group_are_those_of_the_checkpoint(
 
 
 def generators(context, folder):
-    """What a rank would draw at the beginning of the run, and what it draws after having resumed."""
+    """What a rank would draw at the beginning of the run, and what it draws after having
+    resumed.
+    """
     Run(context)
     beginning = draw_from_all_generators()
     run = Run(context, folder)
@@ -54,7 +61,9 @@ def generators(context, folder):
 
 
 def test_a_rank_that_the_checkpoint_does_not_know_draws_what_nobody_has_drawn(tmp_path):
-    """Written by one rank and resumed by two: dropout on the second must not repeat its beginning."""
+    """Written by one rank and resumed by two: dropout on the second must not repeat its
+    beginning.
+    """
     run_ranks(generators, 1, str(tmp_path))
     first, second = run_ranks(generators, 2, str(tmp_path))
     drawn = [*first, *second]

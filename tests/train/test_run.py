@@ -80,7 +80,7 @@ def test_unusable_data_is_an_error_on_every_rank(tmp_path):
         DataConfig(val_data="x.txt")
 
 
-# -- one writer --------------------------------------------------------------------------------------------
+# -- one writer ------------------------------------------------------------------------------------
 
 
 def test_a_run_whose_folder_was_taken_over_writes_no_checkpoint_and_no_results(
@@ -104,7 +104,7 @@ def test_a_run_whose_folder_was_taken_over_writes_no_checkpoint_and_no_results(
     assert not (tmp_path / "steps").exists() and (tmp_path / NAME).exists()
 
 
-# -- the data is what it was -------------------------------------------------------------------------------
+# -- the data is what it was -----------------------------------------------------------------------
 
 
 def resume_with_changed_data(context, root):
@@ -172,7 +172,9 @@ def test_validation_data_of_its_own_may_not_change_either(tmp_path, one_rank):
 
 
 def read_while_it_changes(context, root, name, how):
-    """What is said when the last rank's file changes, and the step at which a run with the old files goes on."""
+    """What is said when the last rank's file changes, and the step at which a run with the old
+    files goes on.
+    """
     files = {name: Path(root, f"{name}-{context.rank}.txt") for name in ("text", "other")}
     before = b"na na na na, hey hey hey, good bye. " * 40
     for path in files.values():
@@ -217,7 +219,10 @@ def read_while_it_changes(context, root, name, how):
 def test_data_that_changes_ends_the_run_with_a_checkpoint_of_the_last_good_step(
     tmp_path, name, good, how, ranks
 ):
-    """A file that shrinks under a mapping ends the process with SIGBUS; another text was trained on unnoticed."""
+    """A file that shrinks under a mapping ends the process with SIGBUS.
+
+    Another text was trained on unnoticed.
+    """
     for rank, (said, resumed) in enumerate(
         run_ranks(read_while_it_changes, ranks, str(tmp_path), name, how)
     ):
@@ -240,7 +245,7 @@ def test_a_checkpoint_comes_before_the_validation_that_fails(tmp_path, one_rank,
         run(one_rank, tmp_path)
 
 
-# -- journal and record ------------------------------------------------------------------------------------
+# -- journal and record ----------------------------------------------------------------------------
 
 
 def test_a_journal_forgets_what_a_lost_run_wrote_and_a_line_cut_short(tmp_path):

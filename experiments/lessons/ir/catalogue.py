@@ -39,12 +39,12 @@ N, D = 8192, 4096
 
 
 def e(*shape: int, dtype: torch.dtype = H) -> Tensor:
-    """A tensor without data."""
+    """Return a tensor without data."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _elementwise() -> None:
-    """Addition and GeLU."""
+    """Launch addition and GeLU."""
     x = e(N, D)
     elementwise.launch_flat(elementwise.add_kernel, "add", x, x, x)
     elementwise.launch_flat(elementwise.gelu_forward_kernel, "gelu", x, x)
@@ -52,14 +52,14 @@ def _elementwise() -> None:
 
 
 def _weighted_sum() -> None:
-    """The course's first reduction."""
+    """Launch the course's first reduction."""
     x, w = e(N, D), e(D)
     weighted_sum.launch_forward(x, w, e(N))
     weighted_sum.launch_backward(e(N), x, w, x)
 
 
 def _rmsnorm() -> None:
-    """Rows of three lengths, with a residual, few, and rows that do not fit on chip."""
+    """Launch RMSNorm on rows of three lengths, with a residual, on few rows and on long rows."""
     stat = e(N, dtype=F)
     for cols in (1024, D, 16384):
         x, w = e(N, cols), e(cols)
@@ -73,7 +73,7 @@ def _rmsnorm() -> None:
 
 
 def _layernorm() -> None:
-    """Rows of three lengths."""
+    """Launch LayerNorm on rows of three lengths."""
     stat = e(2, N, dtype=F)
     for cols in (1024, D, 16384):
         x, w = e(N, cols), e(cols)
@@ -83,7 +83,7 @@ def _layernorm() -> None:
 
 
 def _long_rows() -> None:
-    """Norms of rows that do not fit on chip."""
+    """Launch norms of rows that do not fit on chip."""
     x, w, stat = e(256, 200000), e(200000), e(2, 256, dtype=F)
     long_rows.launch_long_forward(x, None, w, x, x, stat[0], 1e-5, False)
     long_rows.launch_long_forward(x, x, w, x, x, stat, 1e-5, True, w)
@@ -91,7 +91,7 @@ def _long_rows() -> None:
 
 
 def _softmax() -> None:
-    """Rows of several lengths, in fp32 and bf16."""
+    """Launch the softmax of rows of several lengths, in fp32 and bf16."""
     for cols in (1024, D, 32768):
         softmax.launch_forward(e(N, cols, dtype=F), e(N, cols, dtype=F))
     for cols in (D, 16384, 32768, 200000):
@@ -103,7 +103,7 @@ def _softmax() -> None:
 
 
 def _swiglu() -> None:
-    """Forward and backward."""
+    """Launch forward and backward."""
     x = e(N, D)
     swiglu.launch(swiglu.forward_kernel, "swiglu", (x, x), (x,))
     swiglu.launch(swiglu.backward_kernel, "swiglu_backward", (x, x, x), (x, x))
@@ -124,7 +124,7 @@ def _dropout() -> None:
 
 
 def _cross_entropy() -> None:
-    """Loss alone, loss with its gradient, gradient alone, and the sums over rows."""
+    """Launch the loss, the loss with its gradient, the gradient, and the sums over rows."""
     z, t, one, stat = e(2048, 151936), e(2048, dtype=I), e(1, dtype=F), e(N, dtype=F)
     cross_entropy.launch_loss(z, t, stat, stat, stat, -100, 0.1)
     cross_entropy.launch_loss(z, t, stat, stat, stat, -100, 0.1, z, one)
@@ -147,7 +147,7 @@ def _cross_entropy() -> None:
 
 
 def _matmul() -> None:
-    """Any strides and dtypes; then, through descriptors, every layout of two 16-bit matrices."""
+    """Launch products by pointers, then by descriptors every layout of two 16-bit matrices."""
     a, w, f, half = e(D, D), e(D), e(D, D, dtype=F), e(D, D, dtype=torch.float16)
     matmul.launch_pointers(a, a, None, a, None, "ieee", group=1)
     matmul.launch_pointers(a, a, w, a, "silu", "ieee")
@@ -164,14 +164,14 @@ def _matmul() -> None:
 
 
 def _float8_linear() -> None:
-    """The largest element, the cast, and a transposition of bytes."""
+    """Launch the largest element, the cast, and a transposition of bytes."""
     q = e(N, D, dtype=float8_linear.E4M3)
     float8_linear.launch_cast(e(N, D), e(float8_linear.PARTS, dtype=F), q, e(dtype=F))
     float8_linear.launch_transpose(q, q)
 
 
 def _adamw() -> None:
-    """One step over all parameters, of every dtype; and scaling by a number on the device."""
+    """Launch a step over parameters of every dtype, and a scaling by a number on the device."""
     i = e(8, dtype=I)
     options = adamw.factors(3, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
     for dtype in adamw._TYPES.values():
@@ -195,7 +195,7 @@ def _adamw() -> None:
 
 
 def _flash_attention() -> None:
-    """Forward and backward of 64 heads of 4,096, by the tiles of the table; then Hopper's own."""
+    """Launch attention of 64 heads of 4,096 by the tiles of the table, then Hopper's kernels."""
     from kernels.flash_attention import backward, configs, forward, hopper
     from kernels.flash_attention.options import Problem
 
@@ -214,7 +214,7 @@ def _flash_attention() -> None:
 
 
 def _attention_steps() -> None:
-    """The lesson's first kernels, and its last."""
+    """Launch the first kernels of the lesson, and the last."""
     q, lse = e(64, 4096, 64), e(64, 4096, dtype=F)
     lesson = _lesson_attention
     small, full, wide = lesson.Tile(16, 16), lesson.Tile(64, 64), lesson.Tile(64, 128)

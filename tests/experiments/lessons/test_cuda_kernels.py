@@ -1,4 +1,6 @@
-"""Four kernels in CUDA C++ beside Triton's: what is counted and launched, and what is there without a GPU."""
+"""Four kernels in CUDA C++ beside Triton's: what is counted and launched, and what is there without
+a GPU.
+"""
 
 import ast
 import inspect

@@ -1,4 +1,6 @@
-"""The studies of kernels without a GPU: lesson kernels that are right or called wrong, what is refused."""
+"""The studies of kernels without a GPU: lesson kernels that are right or called wrong, what is
+refused.
+"""
 
 import ast
 import itertools
@@ -141,7 +143,10 @@ def test_a_form_that_is_wrong_or_changes_is_called_so(tmp_path, monkeypatch):
 
 @ON_CPU
 def test_levels_of_memory_are_slower_by_what_documents_say(tmp_path, monkeypatch):
-    """Registers read 512 bytes per SM and clock, shared memory 64 beside as many written; no document has H100's L2."""
+    """Registers read 512 bytes per SM and clock, shared memory 64 beside as many written.
+
+    No document has H100's L2.
+    """
     monkeypatch.setattr(gpu_lessons.lesson_bench, "lookup", lambda name: H100_SXM)
     rows = [r.metrics for r in measured(gpu_lessons.EXPERIMENT, tmp_path, parts=("levels",))]
     assert [m["predicted_factor"] for m in rows] == [
@@ -157,7 +162,9 @@ def test_levels_of_memory_are_slower_by_what_documents_say(tmp_path, monkeypatch
 
 
 def test_the_catalogue_has_every_kernel():
-    """Every function `…_kernel` that is decorated in kernels/ and in the lessons is compiled by a module's entry."""
+    """Every function `…_kernel` that is decorated in kernels/ and in the lessons is compiled by a
+    module's entry.
+    """
     files = [
         *(ROOT / "kernels").rglob("*.py"),
         *(ROOT / "experiments" / "lessons").glob("_lesson_*.py"),
@@ -184,7 +191,9 @@ import triton
 from experiments._attention import Shape, inputs
 from experiments.lessons.ir.catalogue import MODULES
 from kernels._compile import compile_for
-triton.runtime.jit.JITFunction.warmup = lambda kernel, *args, **options: print(kernel.fn.__name__)  # compiles nothing
+def print_name(kernel, *args, **options):  # in place of compiling it
+    print(kernel.fn.__name__)
+triton.runtime.jit.JITFunction.warmup = print_name
 with compile_for(90):
     for launches in MODULES.values():
         launches()
