@@ -1,9 +1,9 @@
 """Train a language model under any strategy; given again, the same command continues the run.
 
-    distlab train                                             synthetic tokens, all GPUs or two CPU ranks
-    distlab train --data my.txt --size tiny --steps 300       bytes of a text; then: distlab sample FOLDER
-    distlab train --name my-run --strategy zero1              a name of its own: any strategy continues it
-    distlab train --wrap my_code:parallelize                  under a wrapper of yours: docs/start/your_code.md
+    distlab train                                        synthetic tokens, all GPUs or two CPU ranks
+    distlab train --data my.txt --size tiny --steps 300  bytes of a text; distlab sample FOLDER
+    distlab train --name my-run --strategy zero1         any strategy continues a run of this name
+    distlab train --wrap my_code:parallelize             under your wrapper: docs/start/your_code.md
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 launch/train.py --strategy fsdp
 
 Every run writes its steps, its checkpoints and a page into one folder.
@@ -63,7 +63,8 @@ class RunOptions(FrameOptions):
 
     wrap: str | None = option(
         None,
-        "your own wrapper in place of --strategy, my_code:parallelize; it leaves whole parameters on every rank",
+        "your own wrapper in place of --strategy, my_code:parallelize; it leaves whole parameters "
+        "on every rank",
     )
     log_every: int = option(10, "steps between progress lines", least=1)
     quick: bool = option(False, "train ten steps of the tiny preset")
@@ -146,8 +147,8 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
     if outcome.stopped_by is None:
         return 0
     progress(
-        f"stopped by signal {outcome.stopped_by} after step {outcome.last_step} of {config.steps}; a checkpoint is "
-        f"written ({folder}). The same command continues the run"
+        f"stopped by signal {outcome.stopped_by} after step {outcome.last_step} of {config.steps}; "
+        f"a checkpoint is written ({folder}). The same command continues the run"
     )
     return 128 + outcome.stopped_by
 
@@ -176,7 +177,8 @@ def what_it_reached(records: Records) -> list[str]:
     held_out = metrics.get("validation_loss")
     validation = "" if held_out is None else f", that of the held-out data {held_out:.2f}"
     return [
-        f"After {metrics['steps']:,} steps the loss is {metrics['final_loss']:.2f} nats per token{validation}."
+        f"After {metrics['steps']:,} steps the loss is {metrics['final_loss']:.2f} nats per "
+        f"token{validation}."
     ]
 
 
@@ -219,16 +221,18 @@ VIEW = View(
         ),
     ],
     headline_from(
-        "{size}, {steps} steps of {batch} sequences ({trained_by}), {dtype}, {world_size} × {device_name} ({backend}), "
+        "{size}, {steps} steps of {batch} sequences ({trained_by}), {dtype}, {world_size} × "
+        "{device_name} ({backend}), "
         "torch {torch}",
         trained_by=lambda records: records[0].config.get("trained_by", records[0].variant),
     ),
     name=NAME,
     question="How does this model train?",
-    reading="The loss of every step is in metrics.jsonl, decimal and in hex; two runs of the same command, one of them "
-    "killed and resumed, have the same hex.",
+    reading="The loss of every step is in metrics.jsonl, decimal and in hex; two runs of the same "
+    "command, one of them killed and resumed, have the same hex.",
     findings=what_it_reached,
-    noise="A single run: the loss of one step varies with its batch. Compare curves, not last values.",
+    noise="A single run: the loss of one step varies with its batch. Compare curves, not last "
+    "values.",
 )
 
 
@@ -248,7 +252,8 @@ def refuse_with_wrap(wrap: str, given_options: Mapping[str, object]) -> None:
         if name in given_options:
             flag = name.replace("_", "-")
             raise ValueError(
-                f"--wrap {wrap}: your wrapper decides what each rank holds and sends, so leave --{flag} out"
+                f"--wrap {wrap}: your wrapper decides what each rank holds and sends, so leave "
+                f"--{flag} out"
             )
 
 

@@ -76,7 +76,8 @@ def test_what_costs_messages_alone_gets_no_name():
     assert run_ranks(names_of_mistakes, 2, [SLOW], deadline_s=120)[0] == {SLOW: set()}
 
 
-# -- models ------------------------------------------------------------------------------------------------
+# -- models
+# ------------------------------------------------------------------------------------------------
 
 
 def classified(module):
@@ -117,7 +118,8 @@ def tokens():
     )
 
 
-# -- wrappers ----------------------------------------------------------------------------------------------
+# -- wrappers
+# ----------------------------------------------------------------------------------------------
 
 
 def ddp(module, group):
@@ -277,7 +279,8 @@ def gathers_a_part(module, group):
     return wrapped
 
 
-# -- optimizers --------------------------------------------------------------------------------------------
+# -- optimizers
+# --------------------------------------------------------------------------------------------
 
 
 class Mistaken(torch.optim.AdamW):
@@ -377,7 +380,8 @@ def test_other_optimizers_are_one_sentence(name, message):
     assert "\n" not in str(raised.value)
 
 
-# -- the first module that differs -------------------------------------------------------------------------
+# -- the first module that differs
+# -------------------------------------------------------------------------
 
 
 def corrupts_weights(module, group):
@@ -481,12 +485,13 @@ def test_the_first_module_that_differs_is_named():
         assert f"where: {verdict.where}" in str(verdict)
 
 
-# -- four reports, rebuilt; one is `divided_twice` -----------------------------------------------------------
+# -- four reports, rebuilt; one is `divided_twice`
+# -----------------------------------------------------------
 
 
 @reduced
 def experts_doubled(name, gradient, group):
-    """pytorch 160285: tokens of all ranks already meet in an expert, and its gradient is not divided for it."""
+    """pytorch 160285: an expert sees the tokens of all ranks, and its gradient is not divided."""
     mean(name, gradient, group)
     if name.startswith("3."):
         gradient *= group.size()
@@ -509,7 +514,7 @@ class CutSequence(nn.Module):
 
 
 def norms_of_a_part(module, group):
-    """Megatron-LM 7452, its 11th finding: a replicated norm sees a part of the sequence, and nobody adds the parts."""
+    """Megatron-LM 7452, finding 11: a replicated norm sees a part of the sequence, never summed."""
 
     @reduced
     def matrices_only(name, gradient, group):
@@ -521,7 +526,7 @@ def norms_of_a_part(module, group):
 
 
 def counts_of_all(module, group):
-    """Megatron-LM 7452, its 10th finding: a count that scales a router's loss is summed over ranks in place."""
+    """Megatron-LM 7452, finding 10: a count that scales a router's loss is summed in place."""
     count = torch.ones(())
     dist.all_reduce(count, group=group)
     module[3].weight.register_hook(lambda gradient: gradient * count)
@@ -595,7 +600,8 @@ def test_right_models_get_no_name_and_wrong_wrappers_theirs(ranks):
         assert abs(verdict.loss / verdict.expected_loss - 1) < 0.03  # which nobody would notice
 
 
-# -- kinds, a few cases of each in `tests/check_matrix.py` ------------------------------------------------------
+# -- kinds, a few cases of each in `tests/check_matrix.py`
+# ------------------------------------------------------
 
 HALF_WRONG = [  # where what is right may differ by a few percent
     "summed",
@@ -714,7 +720,8 @@ def expect(ranks, dtype, names):
         assert not verdict.warning, f"{name}: {verdict}"
 
 
-# -- means over different numbers of targets -------------------------------------------------------------------
+# -- means over different numbers of targets
+# -------------------------------------------------------------------
 
 
 def mean_over_targets():
@@ -732,7 +739,7 @@ def sum_of_targets():
 
 
 def norms_over_targets():
-    """Relative difference of the norms in the first step of the check, of 2 ranks × 3 micro-batches."""
+    """Return the relative difference of norms in the first step, of 2 ranks × 3 micro-batches."""
     means, total, count = {}, {}, 0
     for rank in range(2):
         task = own_task(f"{HERE}:sum_of_targets", 4)
@@ -789,7 +796,8 @@ def test_equal_numbers_of_targets_and_counts_are_no_warning(model):
     assert verdict.right and not verdict.warning
 
 
-# -- messages between ranks ----------------------------------------------------------------------------------
+# -- messages between ranks
+# ----------------------------------------------------------------------------------
 
 
 SENT_DTYPES = [
@@ -830,7 +838,8 @@ def test_other_tensors_and_errors_arrive_as_they_were_sent():
     assert repr(received[3]) == repr(sent[3])
 
 
-# -- bad input ---------------------------------------------------------------------------------------------
+# -- bad input
+# ---------------------------------------------------------------------------------------------
 
 
 def no_module():
@@ -896,7 +905,8 @@ def a_copy(module, group):
         (
             mlp,
             four_things,
-            r"must return a callable module, \(callable module, finish\), or .*; it returned 4 things",
+            r"must return a callable module, \(callable module, finish\), or .*; "
+            r"it returned 4 things",
         ),
         (mlp, a_copy, "must train the module it is given"),
         (mlp, flat_shards_alone, r"0.weight has shape \(24,\) .* a method gather\(name, local\)"),
@@ -916,7 +926,8 @@ def test_one_rank_is_refused():
         check_gradients(mlp, "flat", ranks=1)
 
 
-# -- what is shown -----------------------------------------------------------------------------------------
+# -- what is shown
+# -----------------------------------------------------------------------------------------
 
 
 def test_the_table():

@@ -1,7 +1,7 @@
 """`distlab check` on public bug reports, each rebuilt in a few lines, and on models that are right.
 
-A report's comment says what went wrong there. The model and the wrapper are ours. Each test runs all
-of its cases on the same two ranks.
+A report's comment says what went wrong there. The model and the wrapper are ours. Each test runs
+all of its cases on the same two ranks.
 """
 
 import math
@@ -43,7 +43,8 @@ def counted():
     return check_matrix.counted(torch.float32)
 
 
-# -- reports -----------------------------------------------------------------------------------------------
+# -- reports
+# -----------------------------------------------------------------------------------------------
 
 
 class TwoHeads(nn.Module):
@@ -64,7 +65,8 @@ def two_heads():
     return classified(TwoHeads())
 
 
-# https://github.com/pytorch/pytorch/pull/124193: a parameter that is used inside no_sync() only, and
+# https://github.com/pytorch/pytorch/pull/124193: a parameter that is used inside no_sync() only,
+# and
 # not by the last micro-batch, is never reduced.
 def reduces_used_by_the_last(module, group):
     used = set()
@@ -84,7 +86,8 @@ def average_in_first_step(wrapped):
         average(wrapped)
 
 
-# https://github.com/pytorch/pytorch/pull/187732: with a static graph and no_sync(), all-reduces stop
+# https://github.com/pytorch/pytorch/pull/187732: with a static graph and no_sync(), all-reduces
+# stop
 # after the first step.
 static_graph = finishing(average_in_first_step)
 
@@ -94,7 +97,8 @@ def drop_gradients(wrapped):
         parameter.grad.zero_()
 
 
-# https://github.com/ServiceNow/Fast-LLM/pull/551: gradient buffers are overwritten in place of added
+# https://github.com/ServiceNow/Fast-LLM/pull/551: gradient buffers are overwritten in place of
+# added
 # to, so that only the last micro-batch counts.
 overwritten = finishing(average, drop_gradients)
 
@@ -125,7 +129,8 @@ def one_number():
     return classified(nn.Sequential(nn.Linear(6, 8), Gain(), nn.Tanh(), nn.Linear(8, 5)))
 
 
-# https://github.com/pytorch/pytorch/issues/144045: the gradient of a parameter of shape (1,) is zero
+# https://github.com/pytorch/pytorch/issues/144045: the gradient of a parameter of shape (1,) is
+# zero
 # under FSDP2.
 @reducing
 def zero_for_one_number(name, gradient, group):
@@ -153,7 +158,8 @@ def times_tokens(name, gradient, group):
     gradient *= 13
 
 
-# https://github.com/pytorch/torchtitan/pull/2206: means over the valid tokens of each micro-batch are
+# https://github.com/pytorch/torchtitan/pull/2206: means over the valid tokens of each micro-batch
+# are
 # averaged as if all had the same number of them.
 mean_of_micro_batches = check_matrix.mean_of_micro_batches
 
@@ -198,12 +204,14 @@ def experts_doubled(name, gradient, group):
 replicated_norm = check_matrix.norm_times_ranks
 
 
-# https://github.com/pytorch/pytorch/issues/170862: clip_grad_norm_ is said to return the norm of this
+# https://github.com/pytorch/pytorch/issues/170862: clip_grad_norm_ is said to return the norm of
+# this
 # rank's shards in place of all.
 local_norm = check_matrix.norm_of_shards(check_matrix.of_own_shard)
 
 
-# https://github.com/baidu-baige/LoongForge/pull/163: no_sync() is around the wrong one of forward and
+# https://github.com/baidu-baige/LoongForge/pull/163: no_sync() is around the wrong one of forward
+# and
 # backward, so that the last backward does not synchronize.
 never_in_time = reducing(check_matrix.unreduced)
 
@@ -224,7 +232,8 @@ def with_dropout():
     return classified(WithDropout())
 
 
-# https://github.com/allenai/OLMo-core/pull/828: recomputation draws another dropout mask than forward.
+# https://github.com/allenai/OLMo-core/pull/828: recomputation draws another dropout mask than
+# forward.
 def other_mask(module, group):
     block = module.block
 
@@ -250,7 +259,8 @@ class Forgets(torch.optim.AdamW):
         super().step()
 
 
-# https://github.com/KempnerInstitute/KempnerForge/pull/115: an optimizer without lazy state is given
+# https://github.com/KempnerInstitute/KempnerForge/pull/115: an optimizer without lazy state is
+# given
 # none at a load, so that its moments begin anew.
 def loses_state(module, group):
     for parameter in module.parameters():
@@ -307,7 +317,8 @@ def test_public_reports_get_their_names():
         assert right, f"{wrap}: {verdict}"
 
 
-# -- models that are right ---------------------------------------------------------------------------------
+# -- models that are right
+# ---------------------------------------------------------------------------------
 
 
 class Called(nn.Module):
@@ -424,7 +435,7 @@ def called_twice():
 
 
 def dead_unit():
-    """A layer whose outputs ReLU cuts off for nearly all inputs, so that many gradients are zero."""
+    """A layer whose outputs ReLU cuts off for nearly all inputs: many gradients are zero."""
     module = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 5))
     module[0].bias.data -= 2
     return classified(module)
@@ -486,7 +497,8 @@ def test_right_models_raise_no_alarm(optimizer):
         options = {"optimizer": optimizer, "where": optimizer == "adamw"}
         if model == "two_heads":
             options["micro_batches"] = 3
-        # The optimizer's state does not depend on who has averaged: for AdamW one wrapper is enough.
+        # The optimizer's state does not depend on who has averaged: for AdamW one wrapper is
+        # enough.
         for wrap in ("bucketed", f"{HERE}:plain") if optimizer == "sgd" else ("bucketed",):
             cases.append((f"{HERE}:{model}", wrap, options))
     found = run_ranks(verdicts, 2, cases, deadline_s=200)[0]

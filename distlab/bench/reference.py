@@ -121,8 +121,9 @@ def rows_that_ran_eager(records: Sequence[Any]) -> list[str]:
         if record.metrics.get("ran_eager"):
             calls, parts = record.metrics["compiled_calls"], record.metrics["compiled_parts"]
             lines.append(
-                f"{record.variant}: measured eager code, although --compile {record.config.get('compile')} was given: "
-                f"{calls} of {parts} compiled parts ran in a step"
+                f"{record.variant}: measured eager code, although --compile "
+                f"{record.config.get('compile')} was given: {calls} of {parts} compiled parts ran "
+                "in a step"
             )
     return lines
 

@@ -6,13 +6,13 @@ A factory is a function without arguments, named `package.module:function`, that
 things:
 
     def build():
-        model = ResNet(...)                                  # any nn.Module, on the CPU
+        model = ResNet(...)                 # any nn.Module, on the CPU
 
-        def batch(size, generator):                          # a batch of `size` examples, in any form
-            return torch.randn(size, 3, 32, 32, generator=generator), torch.randint(10, (size,),
-            generator=generator)
+        def batch(size, generator):         # a batch of `size` examples, in any form
+            images = torch.randn(size, 3, 32, 32, generator=generator)
+            return images, torch.randint(10, (size,), generator=generator)
 
-        def loss(model, batch):                              # model: the module under a strategy → a scalar, a mean
+        def loss(model, batch):             # the module under a strategy → a scalar, a mean
             images, labels = batch
             return F.cross_entropy(model(images), labels)
 
@@ -129,7 +129,8 @@ class OwnModel(Options):
         if self.factory is not None:
             check_name(self.factory)
             if getattr(self, "compile", "off") == "blocks":
-                # The default on GPUs is for the lab's blocks. `check_given` refuses it if it was asked for.
+                # The default on GPUs is for the lab's blocks. `check_given` refuses it if it was
+                # asked for.
                 object.__setattr__(self, "compile", "off")
 
     @classmethod
@@ -147,8 +148,8 @@ class OwnModel(Options):
         idle = [name for name in of_ours if name in given]
         if given.get("factory") and idle:
             raise ValueError(
-                f"--{idle[0].replace('_', '-')} is of the lab's Transformer, and --model gives another "
-                "model: leave one of them out"
+                f"--{idle[0].replace('_', '-')} is of the lab's Transformer, and --model gives "
+                "another model: leave one of them out"
             )
 
 
@@ -182,7 +183,7 @@ def factory_of(name: str, flag: str = "--model") -> Callable[..., Any]:
 
 
 def source_of(factory: Callable[..., Any]) -> str:
-    """Return the file of the module in which a factory is written, or of the one that imports it."""
+    """Return the file in which a factory is written, or that of a module that imports it."""
     module = inspect.unwrap(factory).__module__
     return sys.modules[module].__file__ or ""
 
@@ -203,8 +204,8 @@ def made(name: str, seed: int = 0) -> tuple[nn.Module, Callable[..., Any], LossF
             type(each).__name__ for each in (found if isinstance(found, tuple) else (found,))
         )
         raise ValueError(
-            f"--model {name}: build() must return (module, batch, loss): an nn.Module, batch(size, generator) and "
-            f"loss(model, batch); it returned {kinds}"
+            f"--model {name}: build() must return (module, batch, loss): an nn.Module, batch(size, "
+            f"generator) and loss(model, batch); it returned {kinds}"
         )
     if not any(parameter.requires_grad for parameter in found[0].parameters()):
         raise ValueError(f"--model {name}: the module has no parameter to train")
@@ -254,8 +255,14 @@ def refusal(strategy: Strategy, unused: Sequence[frozenset[str]]) -> str | None:
     if strategy.casts_parameters:
         if len(set(unused)) == 1:
             return None
-        return f"{strategy.name} gathers the same units on every rank, and {some} are used by some batches only"
-    return f"{strategy.name} waits for a gradient of every parameter, and {some} get none from some batches"
+        return (
+            f"{strategy.name} gathers the same units on every rank, and {some} are used by some "
+            "batches only"
+        )
+    return (
+        f"{strategy.name} waits for a gradient of every parameter, and {some} get none from "
+        "some batches"
+    )
 
 
 def examined(name: str, task: Task, context: RankContext, seed: int = 0) -> list[frozenset[str]]:

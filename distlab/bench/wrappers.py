@@ -4,10 +4,10 @@
         ...
         return module, finish           # or the callable module alone
 
-`finish()` may return the norm of the whole gradient, by which it clips. If parameters are cut without
-DTensor, the callable has a method `gather(name, local)` that returns the whole of a parameter, or of
-its gradient, from this rank's part. A third thing that the
-wrapper may return builds the optimizer:
+`finish()` may return the norm of the whole gradient, by which it clips. If parameters are cut
+without DTensor, the callable has a method `gather(name, local)` that returns the whole of a
+parameter, or of its gradient, from this rank's part. A third thing that the wrapper may return
+builds the optimizer:
 
     def make_optimizer(parameters, cls, **options):     # cls(parameters, **options) without it
         return ZeroRedundancyOptimizer(parameters, cls, process_group=group, **options)
@@ -171,8 +171,9 @@ def trained_by(name: str, micro_batches: int) -> Strategy:
             is_cut = key not in after or hasattr(after[key], "full_tensor")
             if is_cut or after[key].shape != shape:
                 raise ValueError(
-                    f"--wrap {name}: it leaves a rank a part of {key!r}, and checkpoints need whole parameters "
-                    "on every rank: time it with distlab run ddp_bench, or train under --strategy fsdp"
+                    f"--wrap {name}: it leaves a rank a part of {key!r}, and checkpoints need "
+                    "whole parameters on every rank: time it with distlab run ddp_bench, or train "
+                    "under --strategy fsdp"
                 )
         if micro_batches > 1 and not model.can_accumulate:
             raise ValueError(
@@ -189,8 +190,9 @@ def trained_by(name: str, micro_batches: int) -> Strategy:
         trained = {id(each) for each in model.module.parameters() if each.requires_grad}
         if not isinstance(optimizer, cls) or not trained <= stepped:
             raise ValueError(
-                f"--wrap {name}: its third value returns a {type(optimizer).__name__}, whose state checkpoints "
-                f"do not find; they need a {cls.__name__} that steps all parameters on every rank"
+                f"--wrap {name}: its third value returns a {type(optimizer).__name__}, whose state "
+                f"checkpoints do not find; they need a {cls.__name__} that steps all parameters on "
+                "every rank"
             )
         return optimizer
 

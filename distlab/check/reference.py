@@ -43,11 +43,9 @@ def step_size(task: Task, batch: Any, seed: int, device: torch.device) -> float:
         )
     if abs(first - second) > 1e-6 * abs(first):
         raise ValueError(
-            f"the model is random in forward: one batch and the same weights gave the losses "
-            f"{first:.6g} and "
-            f"{second:.6g}; draw from torch's generator, which is seeded before each batch, or "
-            "call random.seed(0) or "
-            "numpy.random.seed(0) in loss(model, batch)"
+            "the model is random in forward: one batch and the same weights gave the losses "
+            f"{first:.6g} and {second:.6g}; draw from torch's generator, which is seeded before "
+            "each batch, or call random.seed(0) or numpy.random.seed(0) in loss(model, batch)"
         )
     module = task.build(seed, device)
     halves = [p for p in module.parameters() if p.requires_grad and p.element_size() == 2]
@@ -170,8 +168,8 @@ class Copy:
         for name, parameter in self.module.named_parameters():
             if name not in initial:
                 raise ValueError(
-                    f"the module has no parameter {name} under the wrapper: parameters are compared "
-                    "by their names"
+                    f"the module has no parameter {name} under the wrapper: parameters are "
+                    "compared by their names"
                 )
             if initial[name].shape != parameter.shape:
                 raise ValueError(

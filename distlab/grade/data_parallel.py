@@ -393,8 +393,8 @@ def _same_calls(ranks: Noted) -> None:
                 if mine != others:
                     raise Broken(
                         f"on rank {rank} the collectives of rank 0 in step {step + 1}",
-                        f"collective {position + 1} is {mine[0]} of {mine[1]:,} bytes, and on rank 0 "
-                        f"{others[0]} of {others[1]:,}",
+                        f"collective {position + 1} is {mine[0]} of {mine[1]:,} bytes, and on "
+                        f"rank 0 {others[0]} of {others[1]:,}",
                     )
             raise Broken(f"{len(first)} collectives on rank {rank}", f"{len(calls)}")
 

@@ -231,15 +231,17 @@ def _frees(ranks: Noted) -> None:
     share = 1.1 * _bytes(is_sharded=True) / number + _bytes(is_sharded=False)
     for rank, noted in enumerate(ranks):
         step = noted["steps"][1]
-        if step["held_in_forward"] > share + UNITS_HELD * _largest_layer():
+        most = share + UNITS_HELD * _largest_layer()
+        if step["held_in_forward"] > most:
             raise Broken(
-                f"a share and {UNITS_HELD} layers in forward, {share + UNITS_HELD * _largest_layer():,.0f} bytes",
+                f"a share and {UNITS_HELD} layers in forward, {most:,.0f} bytes",
                 f"{step['held_in_forward']:,} bytes on rank {rank}",
             )
         # The root, here the whole model's last layer, may stay for backward.
-        if step["held_after_forward"] > share + 2 * _largest_layer():
+        most = share + 2 * _largest_layer()
+        if step["held_after_forward"] > most:
             raise Broken(
-                f"a share and at most two layers after forward, {share + 2 * _largest_layer():,.0f} bytes",
+                f"a share and at most two layers after forward, {most:,.0f} bytes",
                 f"{step['held_after_forward']:,} bytes on rank {rank}",
             )
 

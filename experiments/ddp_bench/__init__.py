@@ -41,8 +41,8 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
 
     size: str = option(
         "tiny",
-        "model preset (--help all lists them); auto takes medium, or the next smaller one that fits into "
-        "the free memory with --batch sequences or fewer",
+        "model preset (--help all lists them); auto takes medium, or the next smaller one that "
+        "fits into the free memory with --batch sequences or fewer",
         choices=("auto", *PRESETS),
     )
     strategies: tuple[str, ...] = option(
@@ -63,8 +63,8 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
     )
     layouts: tuple[str, ...] = option(
         (),
-        "layouts of additional rows, in which ranks share a model: tp2, cp2-ring, pp2, tp2+cp2; each step has the "
-        "same sequences",
+        "layouts of additional rows, in which ranks share a model: tp2, cp2-ring, pp2, tp2+cp2; "
+        "each step has the same sequences",
     )
     micro_batches: int = option(4, "parts of a step's batch in rows with a pipeline", least=1)
     wraps: tuple[str, ...] = option(
@@ -89,9 +89,9 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
             check_layout(layout, self.compile, self.micro_batches)
             if layout.pipeline > 1 and self.batch * layout.ranks % self.micro_batches:
                 raise ValueError(
-                    f"--layouts {layout}: {self.batch * layout.ranks} sequences, {self.batch} for each of "
-                    f"{layout.ranks} ranks, cannot be split into {self.micro_batches} equal parts; pass another "
-                    "--micro-batches"
+                    f"--layouts {layout}: {self.batch * layout.ranks} sequences, {self.batch} for "
+                    f"each of {layout.ranks} ranks, cannot be split into {self.micro_batches} "
+                    "equal parts; pass another --micro-batches"
                 )
         if self.layouts and self.factory is not None:
             raise ValueError(
@@ -168,8 +168,8 @@ EXPERIMENT = Experiment(
     measure,
     VIEW,
     presets={
-        # The GPU is the bottleneck: compiled blocks, and as many tokens as keep it busy. The run ends
-        # within two minutes on two H200s, compilation and traces included.
+        # The GPU is the bottleneck: compiled blocks, and as many tokens as keep it busy. The run
+        # ends within two minutes on two H200s, compilation and traces included.
         "gpu": {
             "size": "auto",
             "batch": 8,

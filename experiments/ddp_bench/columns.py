@@ -111,8 +111,9 @@ VIEW = View(
             "overhead ms",
             ".1f",
             note=overhead_mark,
-            about="what a step takes longer than `local`'s; a tie where the 95 % interval of their ratio contains 1; "
-            "open where the trace leaves more than 5 % of the step, or 1 ms, unexplained",
+            about="what a step takes longer than `local`'s; a tie where the 95 % interval of "
+            "their ratio contains 1; open where the trace leaves more than 5 % of the step, or 1 "
+            "ms, unexplained",
         ),
         Column(
             "metrics.comm_ms",
@@ -168,35 +169,38 @@ VIEW = View(
         ratio_column(
             "vs_torch_ddp",
             "÷ torch DDP",
-            about="over torch DDP's fastest row, paired step by step; a tie where the 95 % interval contains 1",
+            about="over torch DDP's fastest row, paired step by step; a tie where the 95 % "
+            "interval contains 1",
         ),
         Column(
             "metrics.max_abs_param_diff",
             "parameter error",
             ".1e",
-            about="the largest difference of any parameter from training in one process, after a few steps of fp32 SGD "
-            "on the tiny preset",
+            about="the largest difference of any parameter from training in one process, after a "
+            "few steps of fp32 SGD on the tiny preset",
         ),
         text_column(
             "config.ran_compiled",
             "compiled",
             optional=True,
             derived=compiled_parts,
-            about="compiled graphs that ran in a step after the timing, of those that a compiled step runs",
+            about="compiled graphs that ran in a step after the timing, of those that a compiled "
+            "step runs",
         ),
         text_column(
             "metrics.verdict",
             "as one process",
             optional=True,
-            about="whether gradients, parameters and buffers are those of training in one process, as `distlab check` "
-            "judges",
+            about="whether gradients, parameters and buffers are those of training in one "
+            "process, as `distlab check` judges",
         ),
         Column(
             "metrics.traced_step_ms",
             "traced step ms",
             ".1f",
             optional=True,
-            about="the step under the profiler whose account is given: on a CPU, of several the one nearest the median",
+            about="the step under the profiler whose account is given: on a CPU, of several the "
+            "one nearest the median",
         ),
         *(
             Column(f"metrics.{name}", f"of it {part} ms", form, optional=True, about=about)
@@ -251,11 +255,11 @@ VIEW = View(
     ),
     pictures={"step_time.png": draw_step_times},
     findings=findings,
-    reading="Overhead is divided among its causes by the profiler's trace of rank 0. In the bars, causes have "
-    "the length that the trace gives them, and what is not explained is grey. Where the account does not close, all of "
-    "the overhead is. The number is the median step. A bar may reach beyond it, where a negative cause offsets "
-    "others.\n\n"
+    reading="Overhead is divided among its causes by the profiler's trace of rank 0. In the bars, "
+    "causes have the length that the trace gives them, and what is not explained is grey. Where "
+    "the account does not close, all of the overhead is. The number is the median step. A bar may "
+    "reach beyond it, where a negative cause offsets others.\n\n"
     "In the timeline compute is above, communication below; what is exposed is orange.",
-    prediction="Collectives and bytes per step in closed form (distlab.theory.volume). Step times are predicted "
-    "by `distlab run predict`, before a measurement.",
+    prediction="Collectives and bytes per step in closed form (distlab.theory.volume). Step times "
+    "are predicted by `distlab run predict`, before a measurement.",
 )

@@ -161,8 +161,8 @@ def open_accounts(records: Records) -> list[str]:
     if noise > NOISY_PCT:
         remedy = f"steps differ by up to ± {noise:.0f} % here, so a quiet machine may close it"
     return [
-        f"The trace does not explain the overhead of {', '.join(rows)} (marked open). The page says how much is "
-        f"unexplained. {remedy[0].upper()}{remedy[1:]}."
+        f"The trace does not explain the overhead of {', '.join(rows)} (marked open). The page "
+        f"says how much is unexplained. {remedy[0].upper()}{remedy[1:]}."
     ]
 
 
@@ -179,11 +179,13 @@ def wrong_rows(records: Records) -> list[str]:
             problems.append(
                 f"{record.variant}: sent {metrics['collectives_per_step']} collectives, "
                 f"{metrics['comm_bytes_per_step']} bytes; the closed form says "
-                f"{metrics['predicted_collectives_per_step']} and {metrics['predicted_comm_bytes_per_step']}"
+                f"{metrics['predicted_collectives_per_step']} and "
+                f"{metrics['predicted_comm_bytes_per_step']}"
             )
         if metrics.get("sent_nothing"):
             problems.append(
-                f"{record.variant}: sent nothing, so no row is compared with it{_why_silent(record)}"
+                f"{record.variant}: sent nothing, so no row is compared with "
+                f"it{_why_silent(record)}"
             )
     return problems + rows_that_ran_eager(records) + other_parameters(records)
 
@@ -193,7 +195,10 @@ def _why_silent(record: Record) -> str:
     strategy = strategy_of(record.variant)
     if strategy is None or not strategy.is_peer:
         return ""
-    return "; torch's static_graph DDP does that where forward returns a type that pytree does not know"
+    return (
+        "; torch's static_graph DDP does that where forward returns a type that pytree does not "
+        "know"
+    )
 
 
 @dataclass(frozen=True)
@@ -233,8 +238,8 @@ def what_communication_costs(records: Records) -> list[str]:
         return []
     who = f"{best.variant}, the fastest of ours that overlaps,"
     measured = (
-        f"takes {best.metrics['overhead_ms']:+.1f} ms longer than local, {overhead.middle:.0f} % of its step "
-        f"(95 %: {overhead.low:.0f} to {overhead.high:.0f} %)"
+        f"takes {best.metrics['overhead_ms']:+.1f} ms longer than local, {overhead.middle:.0f} % "
+        f"of its step (95 %: {overhead.low:.0f} to {overhead.high:.0f} %)"
     )
     if overhead.low > OVERHEAD_PCT:
         return [f"Communication is in the way: {who} {measured}{_largest_cause(best)}."]
@@ -243,7 +248,8 @@ def what_communication_costs(records: Records) -> list[str]:
         return [f"This run cannot tell whether communication is hidden: {who} {measured}. {doubt}"]
     covered = best.metrics["overlap_pct"]
     return [
-        f"Communication is hidden: {who} {measured}, and compute covers {covered:.0f} % of its communication."
+        f"Communication is hidden: {who} {measured}, and compute covers {covered:.0f} % of its "
+        "communication."
     ]
 
 
@@ -256,7 +262,10 @@ def _doubt(best: Record, overhead: Overhead, records: Records) -> str:
     if overhead.high > OVERHEAD_PCT:
         return f"The interval reaches above {OVERHEAD_PCT} %. {try_again}"
     if overhead.high < 0 and strategy_of(best.variant).updates == "all":
-        return f"A strategy cannot be faster than no communication, so other work disturbed the run. {try_again}"
+        return (
+            "A strategy cannot be faster than no communication, so other work disturbed the "
+            f"run. {try_again}"
+        )
     covered = metrics.get("overlap_pct")
     if not is_number(covered):
         return (

@@ -42,7 +42,7 @@ def resnet():
 
 
 class MixtureOfExperts(nn.Module):
-    """A token goes to one expert; most batches leave some of the six without any, and two are never chosen."""
+    """Send each token to one of six experts. Batches leave some unused, two always."""
 
     def __init__(self):
         super().__init__()

@@ -71,7 +71,7 @@ def test_stages_of_a_replica_have_the_same_sequences(context):
 
 
 def out_of_memory_on_one_rank(context, where):
-    """Rank 1's overlap row runs out of memory in construction, the warm-up, a timed step or when it is inspected."""
+    """Rank 1's overlap row runs out of memory in construction, warm-up, step or inspection."""
     backwards = itertools.count(1)
 
     def reached(*_):
@@ -117,7 +117,7 @@ def test_a_row_without_memory_says_so_and_the_sweep_goes_on(where):
 
 
 def ended(context, out, fault):
-    """Exit code, stdout and stderr of a run of three rows and rounds in which something happens on this rank."""
+    """Return exit code, stdout and stderr of a run in which something happens on this rank."""
     arguments = [*SMOKE_ARGUMENTS, "--strategies=local,naive,flat", f"--out={out}", "--name=run"]
     config, frame = ddp_bench.EXPERIMENT.chosen(ddp_bench.EXPERIMENT.parser().parse_args(arguments))
     profile, time_block, blocks = Trial.profile, step_timing._time_block, itertools.count()
@@ -211,8 +211,8 @@ def test_communication_is_in_the_way_where_the_whole_interval_says_so():
     parts = {"overhead_exposed_ms": 3.0, "overhead_slowdown_ms": 1.0, "overhead_idle_ms": -1.0}
     closed = parts | {"overhead_closes": True}
     sentence = (
-        "Communication is in the way: bucketed, the fastest of ours that overlaps, takes +4.4 ms longer than local, "
-        "22 % of its step (95 %: 20 to 24 %)"
+        "Communication is in the way: bucketed, the fastest of ours that overlaps, takes +4.4 ms "
+        "longer than local, 22 % of its step (95 %: 20 to 24 %)"
     )
     cause = ", most of it exposed communication (3.0 ms)"
     assert said("bucketed", **over_local(22, 20, 24), **closed) == [f"{sentence}{cause}."]
@@ -251,9 +251,15 @@ def test_a_strategy_that_updates_a_part_may_be_faster_than_no_communication():
 
 def test_the_fastest_of_ours_is_compared_with_torch_s():
     peer = {"vs_torch_ddp": 1.25, "vs_torch_ddp_low": 1.2, "vs_torch_ddp_high": 1.3}
-    slower = "flat, the fastest of ours, takes 1.250 times as long as torch DDP's fastest row (95 %: 1.200 to 1.300)."
+    slower = (
+        "flat, the fastest of ours, takes 1.250 times as long as torch DDP's fastest row "
+        "(95 %: 1.200 to 1.300)."
+    )
     assert said("flat", **peer) == [slower]
-    tie = "flat, the fastest of ours, ties with torch DDP's fastest row: 1.250 (95 %: 0.900 to 1.300)."
+    tie = (
+        "flat, the fastest of ours, ties with torch DDP's fastest row: 1.250 "
+        "(95 %: 0.900 to 1.300)."
+    )
     assert said("flat", **peer | {"vs_torch_ddp_low": 0.9}) == [tie]
     assert said("naive", **over_local(22, 20, 24)) == said("fsdp2", **over_local(22, 20, 24)) == []
 
@@ -411,7 +417,7 @@ def test_an_open_account_is_named_and_marked_on_every_backend(backend, noise, re
 
 
 def test_bars_do_not_invent_causes():
-    """A cause has the length of the trace; an account that does not close is one part, not explained."""
+    """Draw causes with their length in the trace, and an open account as one unexplained part."""
     local = {"step_p50_ms": 100.0, "optimizer_p50_ms": 10.0}
     row = {
         "step_p50_ms": 140.0,

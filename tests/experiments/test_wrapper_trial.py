@@ -1,4 +1,4 @@
-"""Twelve wrappers in one run of `ddp_bench`: each has its row, also one that hangs or ends its process."""
+"""Twelve wrappers in one run of `ddp_bench`: each has its row, also one that hangs or exits."""
 
 import time
 

@@ -30,7 +30,10 @@ def tiny(**changes):
 
 
 class Run:
-    """A trainer of the tiny model that keeps its losses. A strategy may take the place of the configured one."""
+    """A trainer of the tiny model that keeps its losses.
+
+    A strategy may take the place of the configured one.
+    """
 
     def __init__(self, context, folder=None, wrapped_by=None, **changes):
         self.losses: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""Training under a user's own wrapper: it resumes bit for bit, and what checkpoints cannot hold is refused."""
+"""Training under a user's own wrapper: bit-equal resumption, and refusals."""
 
 import json
 
