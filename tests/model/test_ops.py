@@ -28,6 +28,9 @@ def test_naive_attention_keeps_its_softmax_in_fp32():
 
 
 def test_flash_is_refused_without_cuda(monkeypatch):
+    # Triton decides where a kernel's module is imported whether it interprets it, for all later
+    # tests of this process. So they are imported before the variable changes.
+    get_ops("flash")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ValueError, match=r"CUDA device.*choose sdpa"):
