@@ -1,0 +1,261 @@
+"""The explanation of a snapshot: what to act on first, the peak, unused memory and growth."""
+
+import textwrap
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from tabulate import tabulate
+
+from distlab.snapshot.fragmentation import FREE, ROUNDED, Unused, unused
+from distlab.snapshot.growth import Growth, growing
+from distlab.snapshot.history import History, histories
+from distlab.snapshot.purposes import PURPOSES, by_purpose, by_site
+from distlab.snapshot.reader import Snapshot
+from distlab.text import for_terminal
+
+MIB, GIB = 2**20, 2**30
+WIDTH = 100  # columns of a terminal
+LINES = 10  # of the table of lines
+SITE_WIDTH = 48
+MUCH = 0.15  # part of the reserved memory whose waste comes first
+
+
+@dataclass(frozen=True)
+class DeviceExplanation:
+    """Explanation of one device's memory.
+
+    Attributes:
+        device: number of the device.
+        events: number of recorded events; 0 if the program recorded none.
+        peak_bytes: largest number of allocated bytes in the recording.
+        reserved_bytes: bytes that were reserved at that time.
+        end_bytes: allocated bytes at the end.
+        end_reserved_bytes: bytes that are reserved at the end.
+        purposes: purpose → bytes at the peak.
+        sites: (line, purpose, bytes, blocks) at the peak, the largest first.
+        unused: reserved memory that no tensor uses at the end.
+        growth: lines whose memory grows.
+    """
+
+    device: int
+    events: int
+    peak_bytes: int
+    reserved_bytes: int
+    end_bytes: int
+    end_reserved_bytes: int
+    purposes: Counter
+    sites: list[tuple[str, str, int, int]]
+    unused: list[Unused]
+    growth: list[Growth]
+
+    def advice(self) -> str:
+        """Return the sentence to act on first."""
+        if self.growth:
+            first = self.growth[0]
+            return (
+                f"Memory grows at {first.site}: {_size(first.bytes_per_step)} each of "
+                f"{first.steps} times, {_size(first.bytes)} in all, and none of it is released. "
+                "Look for a list, a graph or a cache that keeps it."
+            )
+        wasted = [each for each in self.unused if each.kind not in (FREE, ROUNDED)]
+        if wasted and sum(each.bytes for each in wasted) > MUCH * self.end_reserved_bytes:
+            first = wasted[0]
+            part = 100 * first.bytes / self.end_reserved_bytes
+            return (
+                f"{_size(first.bytes)}, {part:.0f} % of what is reserved, are {first.kind} "
+                f"({first.places} of them). {first.remedy[0].upper()}{first.remedy[1:]}."
+            )
+        if not self.sites:
+            return "Nothing is allocated."
+        site, purpose, size, blocks = self.sites[0]
+        part = 100 * size / max(self.peak_bytes, 1)
+        return (
+            f"At the peak of {_size(self.peak_bytes)}, the most is held by {site}: "
+            f"{_size(size)} in {blocks} blocks, {part:.0f} % ({purpose})."
+        )
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Explanation of a snapshot, for each device that has memory."""
+
+    devices: list[DeviceExplanation]
+
+    def __str__(self) -> str:
+        return for_terminal("\n\n".join(_text(device) for device in self.devices))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the explanation as plain values, for JSON."""
+        return {"devices": [_plain(device) for device in self.devices]}
+
+
+def explain(snapshot: Snapshot) -> Explanation:
+    """Explain a snapshot.
+
+    Raises:
+        ValueError: it has no memory of any device.
+    """
+    found = [_explained(history) for history in histories(snapshot)]
+    if not found:
+        raise ValueError("the snapshot holds no memory: no segment, and no recorded event")
+    return Explanation(found)
+
+
+def _explained(history: History) -> DeviceExplanation:
+    event, peak_bytes = history.peak()
+    at_end = history.held_at(history.count - 1) if history.count else history.blocks
+    return DeviceExplanation(
+        history.device,
+        history.count,
+        peak_bytes,
+        history.reserved_at(event),
+        sum(block.bytes for block in at_end),
+        sum(segment["total_size"] for segment in history.segments),
+        by_purpose(history, event),
+        by_site(history, event),
+        unused(history),
+        growing(history),
+    )
+
+
+def _text(device: DeviceExplanation) -> str:
+    """Return the terminal's form."""
+    when = f"of {device.events:,} recorded events"
+    if device.events == 0:
+        when = "when the snapshot was taken (nothing was recorded before)"
+    peak = (
+        f"device {device.device}: peak {_size(device.peak_bytes)} allocated {when}, "
+        f"{_size(device.reserved_bytes)} reserved then"
+    )
+    parts = [
+        textwrap.fill(device.advice(), WIDTH),
+        textwrap.fill(peak, WIDTH),
+        _purpose_table(device),
+        _site_table(device),
+    ]
+    if device.unused:
+        parts.append(_unused_table(device))
+    if device.growth:
+        parts.append(_growth_table(device))
+    return "\n\n".join(parts)
+
+
+def _purpose_table(device: DeviceExplanation) -> str:
+    rows = []
+    for purpose in PURPOSES:
+        size = device.purposes[purpose]
+        if size:
+            rows.append((purpose, f"{size / MIB:,.1f}", f"{100 * size / device.peak_bytes:.0f}"))
+    titles = ("held at the peak", "MiB", "%")
+    return tabulate(rows, titles, disable_numparse=True, colalign=("left", "right", "right"))
+
+
+def _site_table(device: DeviceExplanation) -> str:
+    rows = []
+    for site, purpose, size, blocks in device.sites[:LINES]:
+        rows.append((site[-SITE_WIDTH:], purpose, f"{size / MIB:,.1f}", blocks))
+    titles = ("line", "purpose", "MiB", "blocks")
+    return tabulate(
+        rows, titles, disable_numparse=True, colalign=("left", "left", "right", "right")
+    )
+
+
+def _unused_table(device: DeviceExplanation) -> str:
+    rows = []
+    for each in device.unused:
+        size, largest = f"{each.bytes / MIB:,.1f}", f"{each.largest / MIB:,.1f}"
+        rows.append((each.kind, size, each.places, largest))
+    titles = (f"unused of {_size(device.end_reserved_bytes)} reserved", "MiB", "places", "largest")
+    table = tabulate(
+        rows, titles, disable_numparse=True, colalign=("left", "right", "right", "right")
+    )
+    advice = [f"{each.kind}: {each.remedy}" for each in device.unused if each.bytes > MIB]
+    return "\n".join([table, *advice])
+
+
+def _growth_table(device: DeviceExplanation) -> str:
+    rows = []
+    for each in device.growth[:LINES]:
+        per_step = f"{each.bytes_per_step / MIB:,.2f}"
+        rows.append((each.site[-SITE_WIDTH:], per_step, each.steps, f"{each.bytes / MIB:,.1f}"))
+    titles = ("memory grows at", "MiB each time", "times", "MiB")
+    return tabulate(
+        rows, titles, disable_numparse=True, colalign=("left", "right", "right", "right")
+    )
+
+
+def _plain(device: DeviceExplanation) -> dict[str, Any]:
+    sites = []
+    for site, purpose, size, blocks in device.sites:
+        sites.append({"line": site, "purpose": purpose, "bytes": size, "blocks": blocks})
+    return {
+        "device": device.device,
+        "advice": device.advice(),
+        "events": device.events,
+        "peak_bytes": device.peak_bytes,
+        "reserved_bytes": device.reserved_bytes,
+        "end_bytes": device.end_bytes,
+        "end_reserved_bytes": device.end_reserved_bytes,
+        "purposes": dict(device.purposes),
+        "lines": sites,
+        "unused": [
+            {"kind": each.kind, "bytes": each.bytes, "places": each.places, "remedy": each.remedy}
+            for each in device.unused
+        ],
+        "growth": [
+            {"line": each.site, "bytes": each.bytes, "times": each.steps} for each in device.growth
+        ],
+    }
+
+
+def difference(before: Explanation, after: Explanation) -> str:
+    """Return what changed between two snapshots of one program, as a table for each device."""
+    earlier = {device.device: device for device in before.devices}
+    parts = []
+    for device in after.devices:
+        if device.device not in earlier:
+            parts.append(f"device {device.device}: only in the new snapshot")
+            continue
+        parts.append(_difference(earlier[device.device], device))
+    return "\n\n".join(parts)
+
+
+def _difference(before: DeviceExplanation, after: DeviceExplanation) -> str:
+    """Return the changes of one device, the largest first."""
+    rows = [_change("peak, allocated", before.peak_bytes, after.peak_bytes)]
+    rows.append(_change("peak, reserved", before.reserved_bytes, after.reserved_bytes))
+    for purpose in PURPOSES:
+        if before.purposes[purpose] or after.purposes[purpose]:
+            rows.append(_change(purpose, before.purposes[purpose], after.purposes[purpose]))
+    lines = []
+    old = {(site, purpose): size for site, purpose, size, _ in before.sites}
+    new = {(site, purpose): size for site, purpose, size, _ in after.sites}
+    for key in old.keys() | new.keys():
+        site, _ = key
+        lines.append(_change(site[-SITE_WIDTH:], old.get(key, 0), new.get(key, 0)))
+    lines = [line for line in lines if line[3] != "+0.0"]
+    lines.sort(key=lambda line: -abs(float(line[3].replace(",", ""))))
+    titles = (f"device {after.device}: at the peak", "MiB before", "MiB after", "change")
+    return tabulate(
+        rows + lines[:LINES],
+        titles,
+        disable_numparse=True,
+        colalign=("left", "right", "right", "right"),
+    )
+
+
+def _change(name: str, before: int, after: int) -> tuple[str, str, str, str]:
+    return (
+        name,
+        f"{before / MIB:,.1f}",
+        f"{after / MIB:,.1f}",
+        f"{(after - before) / MIB:+,.1f}",
+    )
+
+
+def _size(size: float) -> str:
+    """Return bytes in MiB or GiB."""
+    if size >= GIB:
+        return f"{size / GIB:.2f} GiB"
+    return f"{size / MIB:.1f} MiB"

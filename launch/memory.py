@@ -1,0 +1,51 @@
+"""What holds your GPU's memory, why is more reserved than used, and what grows?
+
+    distlab memory snapshot.pickle
+    distlab memory snapshot.pickle --against before.pickle      # what changed
+    distlab memory snapshot.pickle --json
+
+The file is one of torch.cuda.memory._dump_snapshot, of any program. To record it, call
+torch.cuda.memory._record_memory_history() before the steps and _dump_snapshot("snapshot.pickle")
+after them. The file is read without running anything that it may contain.
+
+docs/learn/your_memory.md explains the tables.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distlab.options import Options, config_from, option, parser_of
+from distlab.snapshot import explain, read_snapshot
+from distlab.snapshot.report import difference
+
+
+@dataclass(frozen=True)
+class MemoryOptions(Options):
+    """Snapshot to explain."""
+
+    snapshot: str = option("", "file of torch.cuda.memory._dump_snapshot", positional=True)
+    against: str | None = option(None, "an earlier snapshot, to see what changed")
+    json: bool = option(False, "print only the line of JSON")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of `distlab memory`."""
+    return parser_of("distlab memory", __doc__, MemoryOptions)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `distlab memory`. Return the exit code."""
+    options = config_from(MemoryOptions, parser().parse_args(arguments))
+    if not options.snapshot:
+        raise ValueError("give a file of torch.cuda.memory._dump_snapshot")
+    found = explain(read_snapshot(options.snapshot))
+    if options.json:
+        print(json.dumps(found.to_dict()))
+        return 0
+    print(found)
+    if options.against is not None:
+        print()
+        print(difference(explain(read_snapshot(options.against)), found))
+    return 0

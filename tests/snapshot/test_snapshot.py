@@ -1,0 +1,185 @@
+"""`distlab memory`: a snapshot's account, from files that tests write by hand and from a GPU."""
+
+import gzip
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from distlab.snapshot import explain, read_snapshot
+from launch.__main__ import main
+from tests.commands import python
+from tests.snapshot import planted
+
+MIB = 2**20
+USER = {"filename": "/home/me/train.py", "line": 7, "name": "train"}
+FORWARD = {
+    "filename": "/env/site-packages/torch/nn/modules/module.py",
+    "line": 1,
+    "name": "forward",
+}
+ADAM = {"filename": "/env/site-packages/torch/optim/adamw.py", "line": 1, "name": "step"}
+
+
+def frame(line):
+    return {**USER, "line": line}
+
+
+def alloc(address, mib, *frames):
+    return {
+        "action": "alloc",
+        "addr": address,
+        "size": mib * MIB,
+        "stream": 0,
+        "frames": list(frames),
+    }
+
+
+def free(address, mib):
+    return {"action": "free_completed", "addr": address, "size": mib * MIB, "stream": 0}
+
+
+def segment(*blocks, stream=0, address=0):
+    entries = [{"size": mib * MIB, "state": state, "frames": []} for mib, state in blocks]
+    total = sum(entry["size"] for entry in entries)
+    return {
+        "device": 0,
+        "address": address,
+        "total_size": total,
+        "stream": stream,
+        "blocks": entries,
+    }
+
+
+def explained(tmp_path, trace=(), segments=()):
+    path = tmp_path / "snapshot.pickle"
+    content = {"segments": list(segments), "device_traces": [list(trace)]}
+    path.write_bytes(pickle.dumps(content))
+    return explain(read_snapshot(path)).devices[0]
+
+
+def training(steps=4, leaks=False):
+    """The events of a training of one layer."""
+    events = [alloc(1, 100, frame(3)), alloc(2, 200, ADAM, frame(9))]
+    for number in range(steps):
+        events.append(alloc(10, 50, FORWARD, frame(5)))
+        events += [event for i in range(20) for event in (alloc(30 + i, 1), free(30 + i, 1))]
+        events.append(alloc(11, 100))  # by autograd's thread
+        events.append(free(10, 50))
+        events += [event for i in range(20) for event in (alloc(60 + i, 1), free(60 + i, 1))]
+        events.append(free(11, 100))
+        if leaks:
+            events.append(alloc(1000 + number, 10, frame(42)))
+    return events
+
+
+def test_the_peak_is_divided_by_purpose_and_line(tmp_path):
+    device = explained(tmp_path, training())
+    assert device.peak_bytes == 450 * MIB
+    held = {purpose: size // MIB for purpose, size in device.purposes.items()}
+    assert held == {
+        "parameters and other state": 100,
+        "optimizer state": 200,
+        "activations": 50,
+        "gradients": 100,
+    }
+    assert device.sites[0][0] == "me/train.py:9 train"
+    assert not device.growth
+    assert "train.py:9" in device.advice()
+
+
+def test_a_leak_is_named_with_its_line(tmp_path):
+    device = explained(tmp_path, training(steps=6, leaks=True))
+    assert [(each.site, each.steps) for each in device.growth] == [("me/train.py:42 train", 6)]
+    assert "Memory grows at me/train.py:42 train: 10.0 MiB each of 6 times" in device.advice()
+
+
+def test_gaps_are_told_apart_by_kind(tmp_path):
+    used, gap, waiting = "active_allocated", "inactive", "active_pending_free"
+    device = explained(
+        tmp_path,
+        segments=[
+            segment((10, used), (40, gap), address=0),
+            segment((20, gap), address=10**9),
+            segment((1, used), (5, gap), (3, waiting), stream=7, address=2 * 10**9),
+        ],
+    )
+    found = {each.kind: each.bytes // MIB for each in device.unused}
+    assert found == {
+        "gaps in segments that are partly used": 40,
+        "segments that are free as a whole": 20,
+        "gaps in segments of side streams": 5,
+        "freed, and waiting for another stream": 3,
+    }
+    assert "expandable_segments" in device.advice()
+
+
+class Malicious:
+    """An object whose pickle runs a command."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.file}",)
+
+
+def test_a_malicious_pickle_runs_nothing(tmp_path, capsys):
+    path, touched = tmp_path / "snapshot.pickle", tmp_path / "touched"
+    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [[Malicious(touched)]]}))
+    assert main(["memory", str(path)]) == 2
+    assert "has no objects" in capsys.readouterr().err
+    assert not touched.exists()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"text", pickle.dumps([1]), pickle.dumps({"segments": 3}), b"\x80\x05}\x94("]
+)
+def test_another_file_is_refused_in_a_sentence(content, tmp_path, capsys):
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(content)
+    assert main(["memory", str(path)]) == 2
+    assert "is no memory snapshot" in capsys.readouterr().err
+
+
+def test_the_command_reads_gzip_and_compares(tmp_path, capsys):
+    paths = []
+    for name, leaks in (("before", False), ("after", True)):
+        content = {"segments": [], "device_traces": [training(6, leaks)]}
+        paths.append(tmp_path / f"{name}.pickle.gz")
+        paths[-1].write_bytes(gzip.compress(pickle.dumps(content)))
+    assert main(["memory", str(paths[1]), "--against", str(paths[0])]) == 0
+    shown = capsys.readouterr().out
+    assert "memory grows at" in shown and "change" in shown and "+50.0" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+    assert main(["memory", str(paths[1]), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["devices"][0]["growth"][0]["times"] == 6
+
+
+def line_with(mark):
+    """The number of the line of `planted.py` that ends with this comment."""
+    lines = Path(planted.__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {mark}"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("program", ["healthy", "leak", "fragmentation", "peak"])
+def test_a_planted_fault_is_the_first_thing_that_is_said(program, tmp_path):
+    path = tmp_path / "snapshot.pickle"
+    done = python("-m", "tests.snapshot.planted", program, str(path))
+    assert done.returncode == 0, done.stderr
+    device = explain(read_snapshot(path)).devices[0]
+    said = device.advice()
+    if program == "leak":
+        assert f"snapshot/planted.py:{line_with('LEAK')} leak" in said, said
+    elif program == "fragmentation":
+        assert "gaps in segments that are partly used" in said, said
+    elif program == "peak":
+        assert f"snapshot/planted.py:{line_with('PEAK')} peak" in said, said
+    else:
+        assert not device.growth, said
+        # 16 MiB of weights, as many of gradients, and twice as many of AdamW's moments
+        assert 15 <= device.purposes["gradients"] / MIB <= 30, device.purposes
+        assert 31 <= device.purposes["optimizer state"] / MIB <= 34, device.purposes
