@@ -9,6 +9,7 @@ LEAST_BLOCKS = 3
 # A leak goes on during most of the recording. State that is made once is made in a short part.
 SPREAD = 0.5
 LEAST_BYTES = 2**14
+STEP_EVENTS = 10  # that other lines need between two times, so that it is no loop that fills a list
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def growing(history: History) -> list[Growth]:
             kept.setdefault(block.site, []).append(block)
     found = []
     for site, blocks in kept.items():
-        bursts = _bursts([block.start for block in blocks], history.count)
+        bursts = _bursts([block.start for block in blocks])
         total = sum(block.bytes for block in blocks)
         spread = (blocks[-1].start - blocks[0].start) / max(history.count, 1)
         if bursts >= LEAST_BLOCKS and spread >= SPREAD and total >= LEAST_BYTES:
@@ -49,7 +50,7 @@ def growing(history: History) -> list[Growth]:
     return sorted(found, key=lambda each: -each.bytes)
 
 
-def _bursts(starts: list[int], count: int) -> int:
+def _bursts(starts: list[int]) -> int:
     """Return the number of groups of events that are far from each other.
 
     A step of n layers may leave a block in each of them. Its blocks are nearer to each other than
@@ -59,4 +60,4 @@ def _bursts(starts: list[int], count: int) -> int:
     if not gaps:
         return 1
     largest = max(gaps)
-    return 1 + sum(gap > largest / 3 and gap > count / 200 for gap in gaps)
+    return 1 + sum(gap > largest / 3 and gap > STEP_EVENTS for gap in gaps)

@@ -16,9 +16,19 @@ GRADIENTS = "gradients"
 OPTIMIZER = "optimizer state"
 ACTIVATIONS = "activations"
 COMMUNICATION = "communication buffers"
+WORKSPACES = "workspaces of libraries"  # of cuBLAS, for example
 TEMPORARY = "temporary"
 BEFORE = "from before the recording"
-PURPOSES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION, TEMPORARY, BEFORE)
+PURPOSES = (
+    PARAMETERS,
+    GRADIENTS,
+    OPTIMIZER,
+    ACTIVATIONS,
+    COMMUNICATION,
+    WORKSPACES,
+    TEMPORARY,
+    BEFORE,
+)
 
 # A phase is told by the files and functions of torch on a stack.
 OPTIMIZER_FILES = ("/torch/optim/", "/optim/", "optimizer.py")
@@ -74,6 +84,8 @@ def _purpose(block: Block, phase: str, history: History) -> str:
         return COMMUNICATION
     if phase == "optimizer":
         return OPTIMIZER if stays or lives > 0.5 else TEMPORARY
+    if phase == "backward" and stays and lives > 0.5:
+        return WORKSPACES  # gradients are allocated again in each step
     if phase == "backward":
         return GRADIENTS if lives > SHORT or stays else TEMPORARY
     if phase == "forward":

@@ -72,7 +72,8 @@ class DeviceExplanation:
         part = 100 * size / max(self.peak_bytes, 1)
         return (
             f"At the peak of {_size(self.peak_bytes)}, the most is held by {site}: "
-            f"{_size(size)} in {blocks} blocks, {part:.0f} % ({purpose})."
+            f"{_size(size)} in {blocks} block{'' if blocks == 1 else 's'}, {part:.0f} % "
+            f"({purpose})."
         )
 
 
@@ -170,7 +171,10 @@ def _unused_table(device: DeviceExplanation) -> str:
     table = tabulate(
         rows, titles, disable_numparse=True, colalign=("left", "right", "right", "right")
     )
-    advice = [f"{each.kind}: {each.remedy}" for each in device.unused if each.bytes > MIB]
+    advice = []
+    for each in device.unused:
+        if each.bytes > MIB:
+            advice.append(textwrap.fill(f"{each.kind}: {each.remedy}", WIDTH))
     return "\n".join([table, *advice])
 
 
