@@ -132,6 +132,27 @@ def test_calls_and_bytes_are_those_of_the_closed_form(context, world_size, size)
 
 
 @on_four_ranks
+def test_replicas_average_once_per_step_of_four_micro_batches(context):
+    """The links between shard groups are slow, so only the last micro-batch uses them."""
+    named = list(TransformerLM(CONFIG, device="meta").named_parameters())
+    form = volume.model_volume(
+        get_strategy("hsdp"), named, world_size=4, shard_size=2, micro_batches=4
+    )
+    model = FSDP(TransformerLM(CONFIG, seed=context.rank), mesh=hybrid_mesh(context.group, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = TrainStep(model, optimizer, next_token_loss)
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    for _ in range(2):
+        with CollectiveRecorder() as recorder:
+            train([(tokens, tokens)] * 4)
+    assert (recorder.count, recorder.total_bytes) == (form.collectives, form.bytes)
+    calls = [call.op for call in recorder.calls]
+    # One for each buffer, and one over all ranks for norms and biases.
+    assert calls.count("all_reduce") == calls.count("reduce_scatter") + 1
+    assert calls.count("all_gather") == 4 * 2 * calls.count("reduce_scatter")
+
+
+@on_four_ranks
 def test_a_mesh_that_does_not_fit_is_refused_with_what_to_give(context):
     two, pair = init_device_mesh("cpu", (2, 2)), torch.distributed.new_group([0, 1])
     linear = torch.nn.Linear(2, 2)
