@@ -4,10 +4,12 @@
     dK, dV    dV = Pᵀ dO,  dK = scale · dSᵀ Q   a program per BLOCK_N keys, walking over queries
     dQ        dQ = scale · dS K                 a program per BLOCK_M queries, walking over keys
 
-with P = exp(S − LSE) and dS = P ∘ (dO Vᵀ − Δ), Δ = rowsum(dO ∘ O). Causal, q, k, v of (H, T, D), T
-a multiple of the tiles, D a power of two: what the shipped kernels (`kernels/flash_attention`) do
-for windows, documents, shared keys and any length is left out, so that the steps can be seen. The
-flags, in the order of the steps:
+with P = exp(S − LSE) and dS = P ∘ (dO Vᵀ − Δ), Δ = rowsum(dO ∘ O).
+
+Attention is causal. q, k and v have the shape (H, T, D), T is a multiple of the tiles, and D is a
+power of two. The shipped kernels (`kernels/flash_attention`) also handle windows, documents, shared
+keys and any length. That is left out here, so that the steps can be seen. The flags, in the order
+of the steps:
 
     SKIP      tiles that the mask hides are not visited: half of the work
     SPLIT     only tiles that the mask cuts compare indices; the others are a loop of their own
@@ -19,6 +21,7 @@ flags, in the order of the steps:
 Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,14 +30,15 @@ from torch import Tensor
 
 from kernels._dispatch import interpreted, launch, tl, triton
 
-LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634  # exp(x) = exp2(x · log2 e), and the GPU computes exp2
 
 
 @triton.jit
 def load(ptr, desc, row, offsets, TMA: tl.constexpr, D: tl.constexpr):
-    """The tile of rows `row + offsets` of a (H·T, D) matrix."""
+    """Return the tile of rows `row + offsets` of a (H·T, D) matrix."""
     if TMA:
         return desc.load([row, 0])
+    # int64: H·T·D may exceed 2**31 elements. No mask: T is a multiple of the tiles.
     return tl.load(ptr + (row + offsets).to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :])
 
 
@@ -62,12 +66,16 @@ def forward_walk(
     cols = tl.arange(0, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N):
         s = tl.dot(q, load(k_ptr, k_desc, row0 + start, cols, TMA, D).T) * scale_log2
-        if MASKED:
+        if MASKED:  # a query sees keys up to its own position
             s = tl.where(rows[:, None] >= (start + cols)[None, :], s, float("-inf"))
+        # The largest score so far is subtracted, so that exp2 cannot overflow.
         new_max = tl.maximum(row_max, tl.max(s, 1))
         p = tl.exp2(s - new_max[:, None])
+        # What was summed with the old maximum is brought to the new one. In the first tile row_max
+        # is -inf, and the factor is 0.
         shrink = tl.exp2(row_max - new_max)
         row_sum = row_sum * shrink + tl.sum(p, 1)
+        # v is loaded after the scores are used, so that its load overlaps with the softmax.
         v = load(v_ptr, v_desc, row0 + start, cols, TMA, D)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
         row_max = new_max
@@ -92,21 +100,24 @@ def forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """BLOCK_M rows of o, and their log-sum-exp in units of log2."""
-    begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows first
-    row0 = tl.program_id(1) * length
+    """Compute BLOCK_M rows of o, and their log-sum-exp in units of log2."""
+    # The last rows see most keys. They start first, so that no long program is left at the end.
+    begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    row0 = tl.program_id(1) * length  # first row of this head in the (H·T, D) matrix
     offsets = tl.arange(0, BLOCK_M)
     rows = begin + offsets
-    q = load(q_ptr, None, row0 + begin, offsets, False, D)
+    q = load(q_ptr, None, row0 + begin, offsets, False, D)  # stays in registers for the whole walk
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    seen = begin // BLOCK_N * BLOCK_N  # every row of the tile sees all keys before
+    seen = begin // BLOCK_N * BLOCK_N  # every row of the tile sees all keys before this one
     first = 0
     last = length
     if SKIP:
+        # Keys after the last row of the tile are hidden from all of its rows.
         last = tl.minimum(tl.cdiv(begin + BLOCK_M, BLOCK_N) * BLOCK_N, length)
     if SPLIT:
+        # Tiles that no index comparison is needed for. Only those on the diagonal are left.
         acc, row_sum, row_max = forward_walk(
             acc,
             row_sum,
@@ -146,6 +157,7 @@ def forward_kernel(
         D,
         BLOCK_N,
     )
+    # log2 Σ exp2(s) of each row: with it, backward has P without a maximum or a sum.
     at = (row0 + rows).to(tl.int64)
     tl.store(lse2_ptr + at, row_max + tl.log2(row_sum))
     tl.store(
@@ -156,7 +168,10 @@ def forward_kernel(
 
 @triton.jit
 def delta_kernel(o_ptr, do_ptr, delta_ptr, D: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Δ = rowsum(dO ∘ O)."""
+    """Compute Δ = rowsum(dO ∘ O), the part of softmax's backward that is one number per row.
+
+    It equals rowsum(dP ∘ P), and costs a read of O in place of another walk over the keys.
+    """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     at = rows.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
     product = tl.load(o_ptr + at).to(tl.float32) * tl.load(do_ptr + at).to(tl.float32)
@@ -196,17 +211,21 @@ def dkdv_walk(
         do = load(do_ptr, do_desc, row0 + start, rows, TMA, D)
         lse2 = tl.load(lse2_ptr + row0 + start + rows)
         delta = tl.load(delta_ptr + row0 + start + rows)
+        # Scores as (keys, queries): then p and ds are the left factors of dV and dK as they are,
+        # and no tile is transposed through shared memory.
         s = tl.dot(k, q.T)
         dp = tl.dot(v, do.T)
-        p = tl.exp2(s * scale_log2 - lse2[None, :])
+        p = tl.exp2(s * scale_log2 - lse2[None, :])  # recomputed, not read: P is never in memory
         if MASKED:
             p = tl.where((start + rows)[None, :] >= cols[:, None], p, 0.0)
         dv = tl.dot(p.to(do.dtype), do, dv)
+        # The backward of softmax. Its factor `scale` is applied once, to the finished dK.
         ds = (p * (dp - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds, q, dk)
         if FUSED:
             dq = tl.dot(ds.T, k)
-            # by TMA, which adds in the L2: the program waits only until its tile has been read
+            # Other programs add to the same rows of dQ. TMA adds in the L2 cache: the program waits
+            # only until its tile has been read.
             if ATOMIC:
                 dq_desc.atomic_add([row0 + start, 0], dq)
             else:
@@ -245,7 +264,7 @@ def dkdv_kernel(
 
     FUSED: also add their share of dQ / scale to the fp32 matrix at dq_ptr.
     """
-    begin = tl.program_id(0) * BLOCK_N  # the first keys are seen by most queries
+    begin = tl.program_id(0) * BLOCK_N  # the first keys are seen by most queries, and start first
     row0 = tl.program_id(1) * length
     offsets = tl.arange(0, BLOCK_N)
     cols = begin + offsets
@@ -256,9 +275,10 @@ def dkdv_kernel(
     first = 0
     last = length
     if SKIP:
+        # Queries before the first key of the tile see none of its keys.
         first = begin // BLOCK_M * BLOCK_M
     if SPLIT:
-        # all later queries see all keys
+        # All later queries see all keys of the tile, and need no mask.
         last = tl.minimum(tl.cdiv(begin + BLOCK_N, BLOCK_M) * BLOCK_M, length)
         dk, dv = dkdv_walk(
             dk,
@@ -344,8 +364,9 @@ def dq_walk(
         s = tl.dot(q, k.T)
         dp = tl.dot(do, v.T)
         p = tl.exp2(s * scale_log2 - lse2[:, None])
-        if MASKED:
+        if MASKED:  # 0 here, where the forward had -inf
             p = tl.where(rows[:, None] >= (start + cols)[None, :], p, 0.0)
+        # s, dp and p are those of `dkdv_walk`, computed a second time: 7 matmuls in place of 5.
         dq = tl.dot((p * (dp - delta[:, None])).to(k.dtype), k, dq)
     return dq
 
@@ -371,7 +392,7 @@ def dq_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """BLOCK_M rows of dQ."""
+    """Compute BLOCK_M rows of dQ."""
     begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     row0 = tl.program_id(1) * length
     offsets = tl.arange(0, BLOCK_M)
@@ -434,7 +455,14 @@ def dq_kernel(
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries and keys of a tile, warps of a program, loads in flight."""
+    """Tile of a kernel.
+
+    Attributes:
+        m: queries.
+        n: keys.
+        warps: warps of a program.
+        stages: loads in flight.
+    """
 
     m: int
     n: int
@@ -444,7 +472,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the staircase: its flags, and the tiles of its kernels."""
+    """One step of the staircase: its flags, and the tiles of its kernels, see the module."""
 
     name: str
     forward: Tile
@@ -457,26 +485,32 @@ class Step:
 
     def visited(self, kernel: str, length: int) -> int:
         """Return the (query, key) pairs of the tiles that a kernel multiplies, of one head."""
-        tile, own = getattr(self, kernel), "n" if kernel == "dkdv" else "m"
         if not self.skip:
             return length**2
-        block = getattr(tile, own)
-        other = tile.m if own == "n" else tile.n
-        edges = range(0, length, block)
-        if own == "n":
-            return sum((length - begin // other * other) * block for begin in edges)
-        return sum(min(-(-(begin + block) // other) * other, length) * block for begin in edges)
+        pairs = 0
+        if kernel == "dkdv":
+            # A program has keys, and visits queries from the first tile that sees them.
+            tile = self.dkdv
+            for begin in range(0, length, tile.n):
+                first_query = begin // tile.m * tile.m
+                pairs += (length - first_query) * tile.n
+            return pairs
+        tile = getattr(self, kernel)
+        for begin in range(0, length, tile.m):
+            last_key = math.ceil((begin + tile.m) / tile.n) * tile.n
+            pairs += min(last_key, length) * tile.m
+        return pairs
 
     def matmul_flops(self, length: int) -> dict[str, int]:
         """Return FLOPs of `fwd` and `bwd` over 2 · head dim, for all visited tiles of one head.
 
         Masked pairs in visited tiles count.
         """
-        two_passes = 4 * self.visited("dkdv", length) + 3 * self.visited("dq", length)
-        return {
-            "fwd": 2 * self.visited("forward", length),
-            "bwd": 5 * self.visited("dkdv", length) if self.fused else two_passes,
-        }
+        if self.fused:
+            backward_pairs = 5 * self.visited("dkdv", length)
+        else:
+            backward_pairs = 4 * self.visited("dkdv", length) + 3 * self.visited("dq", length)
+        return {"fwd": 2 * self.visited("forward", length), "bwd": backward_pairs}
 
 
 def descriptors(tensors: Sequence[Tensor], rows: int, wanted: bool) -> list[object]:
@@ -493,7 +527,8 @@ def descriptors(tensors: Sequence[Tensor], rows: int, wanted: bool) -> list[obje
 def forward(step: Step, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return o (H, T, D) for (H, T, D), and the log-sum-exp in units of log2, (H, T) in fp32."""
     heads, length, head_dim = q.shape
-    tile, o = step.forward, torch.empty_like(q)
+    tile = step.forward
+    o = torch.empty_like(q)
     lse2 = torch.empty(heads, length, device=q.device)
     launch(
         forward_kernel,
@@ -523,15 +558,17 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Return (dq, dk, dv), all (H, T, D)."""
     heads, length, head_dim = q.shape
-    scale, flags = (
-        head_dim**-0.5,
-        {"SKIP": step.skip, "SPLIT": step.split, "TMA": step.tma, "D": head_dim},
-    )
-    delta, dk, dv = torch.empty_like(lse2), torch.empty_like(k), torch.empty_like(v)
+    scale = head_dim**-0.5
+    flags = {"SKIP": step.skip, "SPLIT": step.split, "TMA": step.tma, "D": head_dim}
+    delta = torch.empty_like(lse2)
+    dk = torch.empty_like(k)
+    dv = torch.empty_like(v)
+    # Programs add to a fused dQ, so it begins with zeros, in fp32.
     dq = torch.zeros_like(q, dtype=torch.float32) if step.fused else torch.empty_like(q)
     launch(delta_kernel, (heads * length // 16,), o, do, delta, D=head_dim, BLOCK_M=16)
     tile = step.dkdv
-    atomic = step.fused and not interpreted()  # which has no reductions through descriptors
+    # Triton's interpreter has no reductions through descriptors.
+    atomic = step.fused and not interpreted()
     launch(
         dkdv_kernel,
         (length // tile.n, heads),
