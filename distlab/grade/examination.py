@@ -254,6 +254,44 @@ class _Part:
                 return replace(here, status=BROKEN, expected="tensors of the model", seen=seen)
         return row
 
+    def _run(
+        self, experiment: str, settings: dict[str, Any], ranks: int, seconds: float
+    ) -> Observed:
+        """Run an experiment in child processes, with the copy as it was."""
+        self.copy.restore()
+        device = self.device
+        if ranks > 0 and self.backend == "gloo":
+            device = "cpu"  # several ranks on one GPU show nothing more, and start slowly
+        job = Job(
+            experiment,
+            self.part,
+            ranks,
+            settings,
+            str(self.copy.folder),
+            self.adapters,
+            device,
+            self.backend if ranks > 1 else "gloo",
+            seconds,
+        )
+        return observe(job)
+
+    def _run_families(self, invariant: Invariant) -> None:
+        """Run all families of a kernel in one process, and keep what each noted.
+
+        On a GPU, to start a process takes longer than to run a family. If the process does not come
+        to its end, nothing is kept, and each family gets a process of its own.
+        """
+        settings = {key: each for key, each in invariant.settings.items() if key != "family"}
+        if ("run_families", settings["is_causal"]) in self.observed:
+            return  # it has failed
+        observed = self._run("run_families", settings, 0, 4 * self.seconds)
+        self.observed[("run_families", settings["is_causal"])] = observed
+        if observed.missing or observed.failure:
+            return
+        for family, noted in observed.ranks[0].items():
+            key = _key("run_family", {**settings, "family": family}, 0)
+            self.observed[key] = Observed(ranks=[noted])
+
     def _takes_group(self) -> bool:
         """Return whether the part's function takes a process group."""
         probe = Invariant("", "takes_group", judge=print, input="")
@@ -266,8 +304,7 @@ class _Part:
         Returns:
             What it noted, and whether it ran for the first time.
         """
-        settings = tuple(sorted(invariant.settings.items()))
-        key = (invariant.experiment, settings, ranks)
+        key = _key(invariant.experiment, invariant.settings, ranks)
         if key in self.observed:
             return self.observed[key], False
         if len(self.failures) >= 2 and self.failures[-1] and self.failures[-1] == self.failures[-2]:
@@ -275,19 +312,16 @@ class _Part:
             self.observed[key] = Observed(failure=self.failures[-1])
             return self.observed[key], False
         self.progress(f"{self.part.name}: {invariant.title}")
-        self.copy.restore()
-        job = Job(
-            invariant.experiment,
-            self.part,
-            ranks,
-            dict(invariant.settings),
-            str(self.copy.folder),
-            self.adapters,
-            self.device,
-            self.backend if ranks > 1 else "gloo",
-            self.seconds,
-        )
-        observed = observe(job)
+        if self.device == "cuda" and invariant.experiment == "run_family":
+            self._run_families(invariant)
+            if key in self.observed:
+                return self.observed[key], True
+        observed = self._run(invariant.experiment, dict(invariant.settings), ranks, self.seconds)
         self.failures.append(observed.failure)
         self.observed[key] = observed
         return observed, True
+
+
+def _key(experiment: str, settings: dict[str, Any], ranks: int) -> tuple[Any, ...]:
+    """Return what tells experiments apart."""
+    return experiment, tuple(sorted(settings.items())), ranks

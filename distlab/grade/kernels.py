@@ -142,6 +142,14 @@ def run_family(place: Place, family: str, is_causal: bool, dtypes: tuple[str, ..
     return noted
 
 
+def run_families(place: Place, is_causal: bool, dtypes: tuple[str, ...]) -> Noted:
+    """Run a kernel on the inputs of all families, in one process."""
+    found = {}
+    for family in families_of(place.part.kind, is_causal, dtypes):
+        found[family] = run_family(place, family, is_causal, dtypes)
+    return found
+
+
 def kernel_of(place: Place, is_causal: bool) -> Callable[..., Tensor]:
     """Return a submission's kernel in the form that `distlab kernel` examines."""
     kernel = function_of(place.module, place.part.hook)()
