@@ -82,6 +82,9 @@ NAMED = {
     ),
     # rows next to which a submission is timed
     "grade.as_wrapper": ("local", "naive", "overlap", "bucketed", "torch-ddp"),
+    # parts of a course's assignment
+    "grade.hooks": ("sharded-optimizer", "fsdp"),
+    "grade.examination": ("fsdp",),
     "train.config": ("bucketed",),  # the default of an option
     "bench.variant": ("local",),  # likewise
     "train.memory_budget": ("local", "fsdp"),  # likewise, and the advice where a model does not fit

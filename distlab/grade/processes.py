@@ -4,11 +4,13 @@ The limits are guards against accidents: an endless loop, a fork bomb, memory wi
 no security boundary (docs/learn/grade.md says how to have one).
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ MEMORY_BYTES = 3 * 2**30  # resident, of each child with all that it starts
 PRINTED_BYTES = 20 * 2**20
 PROCESSES = 24  # of each child; Triton's compiler starts some
 POLL_S = 0.05
+INTERPRETED = "TRITON_INTERPRET"
 RAISES = "it raises"  # beginning of the sentence about an error of the submission's own
 LEFT_S = 3.0  # that other ranks get when one has failed, for messages of their own
 PRELOADED = [
@@ -65,7 +68,8 @@ def observe(job: Job) -> Observed:
     try:
         for rank in range(job.processes):
             process = context.Process(target=child.main, args=(job, rank, str(folder)))
-            process.start()
+            with _environment_of(job.device):
+                process.start()
             children.append(process)
         failure = _wait(job, children, folder)
         return _collected(job, children, folder, failure)
@@ -74,6 +78,25 @@ def observe(job: Job) -> Observed:
             _end(process.pid)
             process.join()
         child.remove(folder)
+
+
+@contextlib.contextmanager
+def _environment_of(device: str) -> Iterator[None]:
+    """Have Triton's kernels interpreted on a CPU.
+
+    Triton reads the variable where it is imported. The fork server, which the first start of a
+    process starts, imports it. So a process of the lab should examine on one device only.
+    """
+    before = os.environ.get(INTERPRETED)
+    if device == "cpu":
+        os.environ[INTERPRETED] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(INTERPRETED, None)
+        else:
+            os.environ[INTERPRETED] = before
 
 
 def _wait(job: Job, children: list[Any], folder: Path) -> str:
