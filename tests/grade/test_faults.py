@@ -1,5 +1,7 @@
 """`distlab grade` names the invariant that each planted fault breaks; a public suite sees few."""
 
+from pathlib import Path
+
 import pytest
 
 from distlab.grade.examination import _Copy, _Part
@@ -72,3 +74,10 @@ def test_a_suite_in_the_public_form_finds_a_third_of_the_faults(tmp_path):
     print(f"{len(found)} of {len(FAULTS)}: {found}")
     assert found == [fault.name for fault in FAULTS if fault.is_public]
     assert len(FAULTS) == 24 and len(found) <= 12
+
+
+def test_the_page_lists_the_faults_and_who_finds_them():
+    page = (Path(__file__).parents[2] / "docs" / "learn" / "grade.md").read_text()
+    for fault in FAULTS:
+        public = "yes" if fault.is_public else "no"
+        assert f"| {fault.part} | {fault.name} | {public} | {fault.title} |" in page
