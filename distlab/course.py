@@ -4,9 +4,11 @@ A suite asks its `tests/adapters.py` for functions by name; with
 
     from distlab.course import *
 
-as its only line, the suite of any year tests this package (docs/learn/course.md says how, and what
-it is good for: read your course's policy first). The functions name what the suites name;
-everything behind them is public under its own name in `distlab.parallel` and `kernels`.
+as its only line, the suite of any year tests this package (docs/learn/course.md says how). The
+module stays for the tests of this package and of `distlab grade`. A student needs `distlab grade`
+instead, which examines their own functions of these names. Read your course's policy first. The
+functions name what the suites name. Everything behind them is public under its own name in
+`distlab.parallel` and `kernels`.
 
 | form | functions |
 |---|---|

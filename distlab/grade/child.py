@@ -62,7 +62,8 @@ def main(job: Job, rank: int, folder: str) -> None:
     except NotImplementedError:
         found = {"missing": "its function raises NotImplementedError"}
     except BaseException as error:  # also SystemExit: whatever ends a submission is a result
-        traceback.print_exc()
+        with contextlib.suppress(ValueError, OSError):  # stderr is closed, or its file is full
+            traceback.print_exc()
         found = {
             "raised": _described(error),
             "place": _place_of(error, Path(job.folder)),
@@ -70,7 +71,8 @@ def main(job: Job, rank: int, folder: str) -> None:
         }
     torch.save(found, results / f"partial{rank}")
     os.rename(results / f"partial{rank}", results / f"rank{rank}.pt")
-    sys.stdout.flush()
+    with contextlib.suppress(ValueError, OSError):  # the submission may have closed it
+        sys.stdout.flush()
     # Without waiting for threads that the submission left behind.
     os._exit(1 if "raised" in found else 0)
 

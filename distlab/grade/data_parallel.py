@@ -426,8 +426,12 @@ def _messages(ranks: Noted, size_mb: float) -> None:
     """
     model = Branches(PLAIN, seed=0)
     sizes = [4 * parameter.numel() for parameter in model.parameters()]
-    # Without integers: a wrapper may agree on something with the other ranks.
-    calls = sum("float" in dtype for _, _, dtype, _ in ranks[0]["steps"][1]["calls"])
+    # Without integers, because a wrapper may agree on something with the other ranks, and without
+    # broadcasts, which torch's DDP makes of buffers in every forward.
+    calls = 0
+    for op, _, dtype, _ in ranks[0]["steps"][1]["calls"]:
+        if "float" in dtype and op != "broadcast":
+            calls += 1
     limit = size_mb * 2**20
     least = max(1, math.ceil(sum(sizes) / max(limit, max(sizes))))
     most = 1 if limit >= sum(sizes) else _greedy(sizes, limit)

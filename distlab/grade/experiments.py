@@ -7,6 +7,7 @@ in this process.
 
 import gc
 import inspect
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distlab.grade.hooks import GATHER, Part, function_of
 from distlab.grade.models import (
@@ -316,11 +318,11 @@ def state_bytes(optimizer: Any, parameters: list[nn.Parameter]) -> int:
     A sharded optimizer may keep its state in an optimizer of its own. So all that is reachable from
     the object's attributes is counted, once for each storage.
     """
-    skipped = set()
+    skipped = set()  # storages, because parameters may be parts of one flat vector
     for parameter in parameters:
-        skipped.add(parameter.data_ptr())
+        skipped.add(parameter.untyped_storage().data_ptr())
         if parameter.grad is not None:
-            skipped.add(parameter.grad.data_ptr())
+            skipped.add(parameter.grad.untyped_storage().data_ptr())
     storages: dict[int, int] = {}
     seen: set[int] = set()
     waiting: list[Any] = [optimizer]
@@ -330,8 +332,8 @@ def state_bytes(optimizer: Any, parameters: list[nn.Parameter]) -> int:
             continue
         seen.add(id(value))
         if is_tensor(value):
-            if value.numel() > 1 and value.data_ptr() not in skipped:
-                storage = value.untyped_storage()
+            storage = value.untyped_storage()
+            if value.numel() > 1 and storage.data_ptr() not in skipped:
                 storages[storage.data_ptr()] = storage.nbytes()
         elif isinstance(value, dict):
             waiting.extend(value.values())
@@ -372,9 +374,13 @@ def train_fsdp(
     gather = function_of(place.module, GATHER)
     del module
     held = _Held(model, place.device)
-    noted: Noted = {"held_bytes": held.bytes(), "steps": [], "full": [_gathered(gather, model)]}
+    noted: Noted = {
+        "held_bytes": held.bytes_at_rest(),
+        "steps": [],
+        "full": [_gathered(gather, model)],
+    }
     noted["parameters"] = [
-        (tuple(each.shape), str(each.dtype), each.requires_grad) for each in model.parameters()
+        (local_shape(each), str(each.dtype), each.requires_grad) for each in model.parameters()
     ]
     optimizer = torch.optim.SGD(
         [each for each in model.parameters() if each.requires_grad], lr=LEARNING_RATE
@@ -387,18 +393,18 @@ def train_fsdp(
         held.start()
         with recorder:
             logits = model(words.to(place.device))
-            after_forward = held.bytes()
+            after_forward = held.bytes_at_rest()
             calls_of_forward = len(recorder.calls) - first_call
             held.stop()
             word_loss(logits, targets.to(place.device)).backward()
             place.finish(model, optimizer)
-        after_backward = held.bytes()
+        after_backward = held.bytes_at_rest()
         gradients = []
         for parameter in model.parameters():
             gradient = parameter.grad
-            shape = None if gradient is None else tuple(gradient.shape)
+            shape = None if gradient is None else local_shape(gradient)
             dtype = "" if gradient is None else str(gradient.dtype)
-            gradients.append((tuple(parameter.shape), shape, dtype, parameter.requires_grad))
+            gradients.append((local_shape(parameter), shape, dtype, parameter.requires_grad))
         noted["steps"].append(
             {
                 "calls": [(call.op, call.bytes) for call in recorder.calls[first_call:]],
@@ -414,6 +420,14 @@ def train_fsdp(
         optimizer.step()
         noted["full"].append(_gathered(gather, model))
     return noted
+
+
+def local_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of the part of a tensor that this rank has, also of a DTensor."""
+    # By the name of the method: the import of DTensor takes a second.
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    return tuple(tensor.shape)
 
 
 def _wrapped_fsdp(place: Place, module: nn.Module, compute_dtype: str) -> Any:
@@ -446,8 +460,8 @@ class _Held:
         self.dtypes: list[str] = []
         self.is_on = False
         for layer in model.modules():
-            has_weight = isinstance(getattr(layer, "weight", None), Tensor)
-            if has_weight and not list(layer.children()):
+            # The layers themselves. Some wrappers have taken their weights away by now.
+            if not list(layer.children()):
                 layer.register_forward_hook(self._note)
 
     def _note(self, layer: nn.Module, inputs: Any, output: Any) -> None:
@@ -463,6 +477,18 @@ class _Held:
         """End it."""
         self.is_on = False
 
+    def bytes_at_rest(self) -> int:
+        """Return the bytes that are held between computations.
+
+        The thread of gloo that ran a collective lets go of its tensors at any moment after the call
+        has returned, so the smallest of three counts is taken.
+        """
+        counts = []
+        for _ in range(3):
+            counts.append(self.bytes())
+            time.sleep(0.02)
+        return min(counts)
+
     def bytes(self) -> int:
         """Return the bytes that are held now."""
         gc.collect()
@@ -470,7 +496,9 @@ class _Held:
             return torch.cuda.memory_allocated(self.device)
         storages = {}
         for each in gc.get_objects():
-            if is_tensor(each) and each.is_floating_point() and each.numel() >= self.SMALLEST:
+            # A DTensor has no storage of its own. Its part on this rank is another tensor.
+            is_plain = is_tensor(each) and not is_traceable_wrapper_subclass(each)
+            if is_plain and each.is_floating_point() and each.numel() >= self.SMALLEST:
                 storage = each.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
         return sum(storages.values())

@@ -13,7 +13,9 @@ from distlab.grade.models import LEARNING_RATE, Words, word_loss, words_of
 Noted = list[dict[str, Any]]
 
 HALF = {"float16": 0.02, "bfloat16": 0.1}  # relative error of gradients that are computed in it
-UNITS_HELD = 3  # a layer, the next one that is gathered ahead, and the one before
+# A layer, the next one that is gathered ahead, the buffer that it is gathered into, and those that
+# belong to the root: FSDP2 holds these at the same time.
+UNITS_HELD = 4
 
 
 def invariants(part: Part) -> list[Invariant]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distlab.grade.experiments import Noted, Place
+from distlab.grade.experiments import Noted, Place, is_tensor
 from distlab.grade.hooks import function_of
 from distlab.kernel_check.hostile import Case, drawn
 from distlab.kernel_check.judge import judge
@@ -177,7 +177,9 @@ def save_tensors(place: Place, length: int) -> Noted:
     flat = [each.flatten(0, 1).contiguous().requires_grad_() for each in (q, k, v)]
     kernel = function_of(place.module, place.part.hook)()
     result = kernel.apply(*flat, False)
-    saved = getattr(result.grad_fn, "saved_tensors", ())
+    # Tensors may also be kept as attributes of `ctx`, which is the result's grad_fn.
+    kept = [each for each in vars(result.grad_fn).values() if is_tensor(each)]
+    saved = [*getattr(result.grad_fn, "saved_tensors", ()), *kept]
     return {
         "inputs": [each.detach().cpu() for each in flat],
         "saved": [each.detach().cpu() for each in saved if each is not None],

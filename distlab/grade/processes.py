@@ -4,11 +4,13 @@ The limits are guards against accidents: an endless loop, a fork bomb, memory wi
 no security boundary (docs/learn/grade.md says how to have one).
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ MEMORY_BYTES = 3 * 2**30  # resident, of each child with all that it starts
 PRINTED_BYTES = 20 * 2**20
 PROCESSES = 24  # of each child; Triton's compiler starts some
 POLL_S = 0.05
+INTERPRETED = "TRITON_INTERPRET"
 RAISES = "it raises"  # beginning of the sentence about an error of the submission's own
 LEFT_S = 3.0  # that other ranks get when one has failed, for messages of their own
 PRELOADED = [
@@ -65,7 +68,8 @@ def observe(job: Job) -> Observed:
     try:
         for rank in range(job.processes):
             process = context.Process(target=child.main, args=(job, rank, str(folder)))
-            process.start()
+            with _environment_of(job.device):
+                process.start()
             children.append(process)
         failure = _wait(job, children, folder)
         return _collected(job, children, folder, failure)
@@ -74,6 +78,25 @@ def observe(job: Job) -> Observed:
             _end(process.pid)
             process.join()
         child.remove(folder)
+
+
+@contextlib.contextmanager
+def _environment_of(device: str) -> Iterator[None]:
+    """Have Triton's kernels interpreted on a CPU.
+
+    Triton reads the variable where it is imported. The fork server, which the first start of a
+    process starts, imports it. So a process of the lab should examine on one device only.
+    """
+    before = os.environ.get(INTERPRETED)
+    if device == "cpu":
+        os.environ[INTERPRETED] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(INTERPRETED, None)
+        else:
+            os.environ[INTERPRETED] = before
 
 
 def _wait(job: Job, children: list[Any], folder: Path) -> str:
@@ -99,7 +122,7 @@ def _breach(pid: int, folder: Path) -> str:
     if processes > PROCESSES:
         return f"it started more than {PROCESSES} processes"
     if resident > MEMORY_BYTES:
-        return f"it took more than {MEMORY_BYTES / 2**30:.0f} GiB of memory"
+        return f"it took more than {MEMORY_BYTES / 2**30:.2g} GiB of memory"
     printed = sum(file.stat().st_size for file in folder.glob("printed*"))
     if printed > PRINTED_BYTES:
         return f"it printed more than {PRINTED_BYTES >> 20} MiB"
@@ -118,7 +141,23 @@ def _usage(session: int) -> tuple[int, int]:
         count += 1
         # Without pages of files and of memory that is shared with the fork server's.
         resident += (int(fields[1]) - int(fields[2])) * page
+    if resident > MEMORY_BYTES:
+        # Forked processes share pages. This sum has them once for each; the exact one takes longer.
+        resident = sum(_proportional_bytes(pid) for pid in _members(session))
     return count, resident
+
+
+def _proportional_bytes(pid: int) -> int:
+    """Return the memory of a process, in which a page that n processes share counts 1/n."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:  # it has ended
+        return 0
+    found = 0
+    for line in lines:
+        if line.startswith("Pss:"):
+            found = int(line.split()[1]) * 1024
+    return found
 
 
 def _members(session: int) -> list[int]:

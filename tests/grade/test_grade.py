@@ -1,14 +1,13 @@
-"""`distlab grade` on the lab's own adapters, and its report."""
+"""The command `distlab grade`, and its report."""
 
 import json
 
 import pytest
 
-from distlab.grade import Report, Row, grade
+from distlab.grade import Report, Row
 from distlab.grade.hooks import chosen
 from launch.__main__ import main
 
-OWN = "from distlab.course import *\n"
 DOES_NOTHING = """
 import torch.distributed as dist
 
@@ -37,13 +36,6 @@ def submission(folder, source):
     (folder / "tests").mkdir()
     (folder / "tests" / "adapters.py").write_text(source)
     return folder
-
-
-@pytest.mark.parametrize("part", ["ddp-bucketed", "sharded-optimizer", "fsdp", "attention-pytorch"])
-def test_the_labs_own_adapters_keep_every_invariant(part, tmp_path):
-    report = grade(submission(tmp_path, OWN), only=[part])
-    assert report.is_right, report
-    assert report.counts()["holds"] == len(report.rows) >= 10
 
 
 def test_a_wrapper_that_sums_is_said_to_sum(tmp_path, capsys):

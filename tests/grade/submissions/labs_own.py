@@ -1,0 +1,3 @@
+"""The lab's own classes behind the hooks."""
+
+from distlab.course import *  # noqa: F403

@@ -1,0 +1,209 @@
+"""`distlab grade` on submissions that harm: a verdict, an unchanged folder and no process left."""
+
+import hashlib
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from distlab.grade import grade, processes
+from distlab.grade.report import BROKEN, HOLDS, NOT_EXAMINED
+
+# The hostile function is that of one part. The other one is right, and must be graded.
+SUBMISSION = """
+import torch
+
+
+class Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, g, eps=1e-5):
+        with torch.enable_grad():
+            ctx.leaves = x.detach().requires_grad_(), g.detach().requires_grad_()
+            ctx.y = torch.nn.functional.rms_norm(ctx.leaves[0], g.shape, ctx.leaves[1], eps)
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return *torch.autograd.grad(ctx.y, ctx.leaves, upstream), None
+
+
+def get_rmsnorm_autograd_function_triton():
+    return Norm
+
+
+def rmsnorm_backward_x_pytorch(upstream, x, g):
+    return upstream
+
+
+def rmsnorm_backward_g_pytorch(upstream, x, g):
+    return upstream
+
+
+def get_rmsnorm_autograd_function_pytorch():
+"""
+
+LOOP = """
+    while True:
+        pass
+"""
+FORK_BOMB = """
+    import os
+    import time
+    for _ in range(50):
+        if os.fork() == 0:
+            time.sleep(1000)
+    time.sleep(1000)
+"""
+EXITS = """
+    import os
+    os._exit(0)
+"""
+ALLOCATES = """
+    return torch.ones(10 * 2**30, dtype=torch.uint8)
+"""
+DELETES = """
+    import os
+    import shutil
+    shutil.rmtree(os.getcwd())
+    raise ValueError("it is gone")
+"""
+PRINTS = """
+    for _ in range(100):
+        print("x" * 2**20, flush=True)
+    return Norm
+"""
+LIES = """
+    torch.allclose = torch.equal = lambda *args, **options: True
+    torch.Tensor.sum = lambda tensor, *args, **options: torch.zeros(())
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, g, eps=1e-5):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, upstream):
+            return upstream, None, None
+
+    return Nothing
+"""
+THREAD = """
+    import threading
+    import time
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+    return Norm
+"""
+STREAMS = """
+    import os
+    import sys
+    try:
+        os.write(0, b"x")
+    except OSError:
+        pass
+    sys.stdout.close()
+    return Norm
+"""
+SYSTEM_EXIT = """
+    raise SystemExit(0)
+"""
+CHANGES_FILES = """
+    import pathlib
+    pathlib.Path(__file__).write_text("x = 1")
+    return Norm
+"""
+
+
+def write(folder, body):
+    """Write a submission whose function for RMSNorm in torch is hostile."""
+    (folder / "tests").mkdir()
+    (folder / "tests" / "adapters.py").write_text(SUBMISSION + body)
+    (folder / "notes.txt").write_text("mine")
+
+
+def contents(folder):
+    """Return path → hash of every file of a folder."""
+    found = {}
+    for file in sorted(folder.rglob("*")):
+        digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+        found[str(file.relative_to(folder))] = digest
+    return found
+
+
+def left_behind():
+    """Return the processes whose working directory is a copy of a submission."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            folder = os.readlink(entry / "cwd")
+        except OSError:  # it has ended
+            continue
+        if "distlab-submission-" in folder:
+            found.append(entry.name)
+    return found
+
+
+def examine(folder):
+    """Grade both parts, and check that nothing is changed and no process is left."""
+    before = contents(folder)
+    report = grade(folder, only=["rmsnorm"], seconds=4)
+    assert contents(folder) == before
+    deadline = time.monotonic() + 10  # killed processes need a moment to end
+    while left_behind() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left_behind() == []
+    return report
+
+
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        pytest.param(LOOP, "no result within 4 s", id="infinite loop"),
+        pytest.param(FORK_BOMB, "it started more than 24 processes", id="fork bomb"),
+        pytest.param(EXITS, "ended with exit code 0 before it had finished", id="os._exit"),
+        pytest.param(ALLOCATES, "it took more than 0.7 GiB of memory", id="10 GB"),
+        pytest.param(DELETES, "ValueError: it is gone", id="deletes its working directory"),
+        # The limit on what is printed, or that on the size of a file, whichever comes first.
+        pytest.param(PRINTS, "it printed more than 20 MiB|File too large", id="prints 100 MB"),
+        pytest.param(LIES, "elements are wrong", id="patches torch"),
+        pytest.param(SYSTEM_EXIT, "SystemExit", id="SystemExit"),
+    ],
+)
+def test_harm_gets_a_verdict_and_the_rest_is_graded(body, said, tmp_path, monkeypatch):
+    if body == ALLOCATES:  # less than 3 GiB, which not every machine has to spare
+        monkeypatch.setattr(processes, "MEMORY_BYTES", int(0.7 * 2**30))
+    write(tmp_path, body)
+    report = examine(tmp_path)
+    hostile = report.of_part("rmsnorm-pytorch")
+    first = next(row for row in hostile if row.status == BROKEN)
+    assert re.search(said, first.seen), report
+    assert all(row.status in (BROKEN, NOT_EXAMINED) for row in hostile), report
+    assert all(row.status == HOLDS for row in report.of_part("rmsnorm-triton")), report
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(THREAD, id="a thread that never ends"),
+        pytest.param(STREAMS, id="closes stdout"),
+        pytest.param(CHANGES_FILES, id="overwrites its file"),
+    ],
+)
+def test_what_does_no_harm_to_results_is_graded_as_usual(body, tmp_path):
+    write(tmp_path, body)
+    report = examine(tmp_path)
+    hands = [row for row in report.rows if not row.invariant.startswith("the gradient of")]
+    assert all(row.status == HOLDS for row in hands), report
+    # The functions for one gradient of the submission above are wrong.
+    assert report.counts()[BROKEN] == 2
+
+
+def test_a_module_that_fails_at_import_gets_a_verdict_for_each_part(tmp_path):
+    write(tmp_path, "    return Norm\n\n\nimport no_such_module\n")
+    report = examine(tmp_path)
+    for part in ("rmsnorm-pytorch", "rmsnorm-triton"):
+        assert "No module named 'no_such_module'" in report.of_part(part)[0].seen, report
+    assert report.counts()[HOLDS] == 0

@@ -1,0 +1,51 @@
+"""`distlab grade` on right solutions: no false alarm at two and three ranks."""
+
+from pathlib import Path
+
+import pytest
+
+from distlab.grade import grade
+from distlab.grade.report import BROKEN, HOLDS, NOT_EXAMINED, NOT_HANDED_IN, REFUSED
+from tests.commands import python
+
+SUBMISSIONS = Path(__file__).parent / "submissions"
+# Parts that torch has no class for.
+TORCH_LACKS = [
+    "ddp-individual",
+    "attention-pytorch",
+    "attention-triton",
+    "rmsnorm-pytorch",
+    "rmsnorm-triton",
+]
+
+
+def not_right(report):
+    """Return the rows of what was handed in that are not right, in one line each."""
+    wrong = []
+    for row in report.rows:
+        if row.status in (BROKEN, NOT_EXAMINED):
+            wrong.append(f"{row.part}: {row.invariant} on {row.ranks}: {row.seen}")
+    return wrong
+
+
+@pytest.mark.parametrize("style", ["classes", "closures", "flat_buffers", "labs_own"])
+def test_a_right_solution_keeps_every_invariant_of_every_part(style):
+    report = grade(SUBMISSIONS, adapters=style)
+    assert not_right(report) == []
+    counts = report.counts()
+    # Errors are accepted where they do no harm: `closures` refuses layers without a gradient.
+    assert counts[NOT_HANDED_IN] == 0 and counts[REFUSED] <= 6 and counts[HOLDS] >= 190
+
+
+def test_torchs_own_wrappers_keep_every_invariant():
+    report = grade(SUBMISSIONS, adapters="torch_own")
+    assert not_right(report) == []
+    missing = [row.part for row in report.rows if row.status == NOT_HANDED_IN]
+    assert missing == TORCH_LACKS
+
+
+def test_triton_is_interpreted_on_a_cpu_without_a_variable():
+    words = ["grade", str(SUBMISSIONS), "--adapters", "classes", "--only", "rmsnorm-triton"]
+    code = f"import sys; from launch.__main__ import main; sys.exit(main({words}))"
+    done = python("-c", code, TRITON_INTERPRET="0")
+    assert done.returncode == 0 and "17 of 17 hold" in done.stdout, done.stdout + done.stderr
