@@ -14,6 +14,7 @@ Without installing, the same is `python -m launch`.
     distlab check MODEL [--wrap WRAPPER]          are the gradients of your parallel code those of one process?
     distlab kernel KERNEL --as OPERATION          is your kernel right on inputs that its test does not have?
     distlab grade FOLDER                          which invariants does a course submission keep?
+    distlab trace FILE… [--against FILE…]         where does the time of a traced step go, and why?
     distlab doctor                                what this machine has, and what runs on it
     distlab --version                             the version, and the commit of a checkout
 """
@@ -303,6 +304,7 @@ COMMANDS: dict[str, Command] = {
     "check": _of("launch.check"),
     "kernel": _of("launch.kernel"),
     "grade": _of("launch.grade"),
+    "trace": _of("launch.trace"),
     "doctor": _of("distlab.doctor"),
 }
 

@@ -41,6 +41,7 @@ ALLOWED = {
     "check": "bench train parallel comm",
     "kernel_check": "bench",
     "grade": "kernel_check measure comm",
+    "trace": "measure report runs compare",
     "runs": "report",
     "compare": "runs report measure",
     "experiment": "checkpoint.lock comm measure.interleaved report runs",

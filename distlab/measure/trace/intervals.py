@@ -59,8 +59,7 @@ class Cover:
 
     def contains(self, point: float) -> bool:
         """Return whether a point is in the union."""
-        place = bisect.bisect_right(self._starts, point) - 1
-        return place >= 0 and point < self.intervals[place][1]
+        return self.around(point) is not None
 
     def length(self, start: float, end: float) -> float:
         """Return the length of the part of the union that is between `start` and `end`."""
@@ -76,6 +75,13 @@ class Cover:
                 found.append((max(low, start), min(high, end)))
             place += 1
         return found
+
+    def around(self, point: float) -> Interval | None:
+        """Return the interval that contains a point, or None."""
+        place = bisect.bisect_right(self._starts, point) - 1
+        if place >= 0 and point < self.intervals[place][1]:
+            return self.intervals[place]
+        return None
 
     def _up_to(self, point: float) -> float:
         """Return the length of the part of the union that is before `point`."""
