@@ -48,7 +48,9 @@ class Writer:
         return {"External id": self.number}
 
     def compute(self, launch, start, end, operator="aten::mm", grid=8):
-        self.launched("gemm", launch, start, end, operator=operator, grid=[grid, 1, 1])
+        self.launched(
+            f"kernel of {operator}", launch, start, end, operator=operator, grid=[grid, 1, 1]
+        )
 
     def all_reduce(self, launch, start, end, elements=10_000_000):
         self.sequence += 1
@@ -197,10 +199,10 @@ def late_launch(writer, begin):
 def dependency(writer, begin):
     """Add a step in which each of three layers waits for its all-reduce, as tensor parallelism."""
     for number in range(3):
-        at = begin + 9 * number
-        layers(writer, at, 0.05, 5, launched=-0.5)
-        writer.all_reduce(at - 0.4, at + 5, at + 9)
-    layers(writer, begin, 27, 29.9, launched=1)
+        at = 9 * number
+        layers(writer, begin, at + 0.1, at + 5, launched=0.05 + 0.1 * number)
+        writer.all_reduce(begin + 0.12 + 0.1 * number, begin + at + 5, begin + at + 9.1)
+    layers(writer, begin, 27.1, 29.9, launched=1)
 
 
 CAUSES = {
