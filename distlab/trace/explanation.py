@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.files import AnyPath
-from distlab.measure.trace.account import lanes
+from distlab.measure.trace.account import StepAccount, lanes
 from distlab.measure.trace.intervals import Interval
 from distlab.measure.trace.reader import read_trace
 from distlab.measure.trace.stream import Progress
@@ -24,13 +24,6 @@ from distlab.trace.steps import find_steps
 WIDTH = 100  # characters of a line
 TOP = 10  # kernels and collectives that are listed
 SHOWN_CAUSES = 8  # rows of the table of causes in a terminal
-# Operation → factor of bus bandwidth over bytes per time, for n ranks (NCCL's performance page).
-_BUS = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-}
 
 
 @dataclass(frozen=True)
@@ -121,8 +114,8 @@ class Explanation:
                 size_bytes = sum(sizes) / steps
                 ranks = several[0].event.collective.ranks or len(self.ranks)
                 moving_ms = sum(each.ms - each.wait_ms for each in several) / steps
-                if operation in _BUS and ranks > 1 and moving_ms > 0:
-                    bus = _BUS[operation](ranks) * size_bytes / moving_ms / 1e6
+                if ranks > 1 and moving_ms > 0:
+                    bus = _bus_factor(operation, ranks) * size_bytes / moving_ms / 1e6
             group_found = Group(
                 operation=operation,
                 group=group or "unknown",
@@ -252,7 +245,16 @@ class Explanation:
         return for_terminal("\n".join(lines).rstrip())
 
 
-def parts_of(account) -> dict[str, float]:
+def _bus_factor(operation: str, ranks: int) -> float:
+    """Return bus bandwidth over bytes per time, as NCCL's performance page defines it."""
+    if operation == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    if operation in ("all_gather", "reduce_scatter", "all_to_all"):
+        return (ranks - 1) / ranks
+    return 1.0
+
+
+def parts_of(account: StepAccount) -> dict[str, float]:
     """Return the parts of a step in ms. All but the first add up to the first."""
     return {
         "step": account.step_ms,

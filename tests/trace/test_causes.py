@@ -61,6 +61,19 @@ def test_compute_that_communication_slows_is_contention(tmp_path):
     assert found.cause == "contention" and found.ms == pytest.approx(9, rel=0.05)
 
 
+def test_two_collectives_at_once_share_the_exposed_time(tmp_path):
+    def two_streams(writer, begin):
+        handmade.layers(writer, begin, 0.1, 10)
+        writer.all_reduce(begin + 1, begin + 9, begin + 15)
+        writer.launched("ncclDevKernel_SendRecv", begin + 1.1, begin + 12, begin + 18, tid=30)
+        handmade.layers(writer, begin, 18, 29.9, launched=1.2)
+
+    explanation = explain_traces(gpu_run(tmp_path, two_streams))
+    step = explanation.ranks[0].steps[5]
+    assert step.account.exposed_ms == pytest.approx(8)
+    assert [message.exposed_ms for message in step.messages] == pytest.approx([5, 3])
+
+
 def test_groups_have_bytes_and_bus_bandwidth(tmp_path):
     (group,) = explain_traces(gpu_run(tmp_path, handmade.straggler)).groups()
     assert (group.operation, group.count, group.size_bytes) == ("all_reduce", 1, 40e6)
