@@ -18,7 +18,7 @@ time of kernels next to which communication runs.
 from __future__ import annotations
 
 import statistics
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -274,11 +274,16 @@ class Host:
         place = min(bisect_left(ends, (start + end) / 2), len(spans) - 1)
         return spans[place].name
 
-    def ended_in(self, role: str, start: float, end: float) -> str | None:
-        """Return the name of a span of a role that ended between two moments, else None."""
+    def waited_until(self, role: str, interval: Interval) -> str | None:
+        """Return the name of a span of a role that the beginning of an interval ended, else None.
+
+        The span must have begun before. Reading a value that is on the host already also is an
+        `aten::item`, and begins and ends inside the interval.
+        """
+        begin, end = interval
         ends, spans, _ = self._spans[role]
-        place = bisect_right(ends, end) - 1
-        if place >= 0 and ends[place] >= start:
+        place = bisect_left(ends, begin - GAP_MS)
+        if place < len(spans) and spans[place].start_ms < begin and ends[place] <= end:
             return spans[place].name
         return None
 
@@ -293,9 +298,8 @@ class Host:
         if not self.on_gpu:
             return None  # the host computes, so it never waits for a device
         # The device ran empty while the host waited for it. The wait ends when the interval begins.
-        begin, end = interval
         for role in (ITEM, SYNCHRONISATION):
-            name = self.ended_in(role, begin - GAP_MS, end)
+            name = self.waited_until(role, interval)
             if name is not None:
                 return role, name
         return None

@@ -50,6 +50,16 @@ def test_a_straggler_is_named_with_the_part_in_which_it_falls_behind(tmp_path):
     assert (straggler.late_rank, straggler.behind) == (1, "data loading")
 
 
+def test_a_value_that_is_on_the_host_already_does_not_stall(tmp_path):
+    def host_bound(writer, begin):
+        handmade.layers(writer, begin, 0.1, 10)
+        writer.span("cpu_op", "aten::item", begin + 12, begin + 12.01)
+        handmade.layers(writer, begin, 15, 29.9, launched=14.98)
+
+    found = explain_traces(gpu_run(tmp_path, host_bound)).findings[0]
+    assert (found.cause, found.ms) == ("host-bound", pytest.approx(5))
+
+
 def test_compute_that_communication_slows_is_contention(tmp_path):
     def contended(writer, begin):
         handmade.layers(writer, begin, 1, 10)
