@@ -14,6 +14,7 @@ Without installing, the same is `python -m launch`.
     distlab check MODEL [--wrap WRAPPER]        are your parallel code's gradients right?
     distlab kernel KERNEL --as OPERATION        is your kernel right on unusual inputs?
     distlab grade FOLDER                        which invariants does a course submission keep?
+    distlab trace FILE… [--against FILE…]       where does a traced step's time go, and why?
     distlab memory SNAPSHOT                     what holds your GPU's memory, and what grows?
     distlab doctor                              what this machine has, and what runs on it
     distlab --version                           the version, and the commit of a checkout
@@ -306,6 +307,7 @@ COMMANDS: dict[str, Command] = {
     "kernel": _of("launch.kernel"),
     "grade": _of("launch.grade"),
     "memory": _of("launch.memory"),
+    "trace": _of("launch.trace"),
     "doctor": _of("distlab.doctor"),
 }
 

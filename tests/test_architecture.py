@@ -46,6 +46,7 @@ ALLOWED = {
     "kernel_check": "bench",
     "grade": "kernel_check measure comm",
     "snapshot": "",
+    "trace": "measure report runs compare",
     "runs": "report",
     "compare": "runs report measure",
     "experiment": "checkpoint.lock comm measure.interleaved report runs",

@@ -43,7 +43,8 @@ from distlab.measure.trace.account import (
     lanes,
     step_windows,
 )
-from distlab.measure.trace.capture import Event, busy_ms, launched, load_trace
+from distlab.measure.trace.capture import busy_ms, launched
+from distlab.measure.trace.reader import Event, load_trace
 from distlab.measure.validity import attempt, check_clock, check_speed, check_work, is_out_of_memory
 
 __all__ = [

@@ -37,12 +37,11 @@ from distlab.measure.memory import parameters_of, storage_bytes
 from distlab.measure.trace.capture import (
     PHASES,
     STEP,
-    Entry,
     Phases,
-    read_trace_file,
     recording_trace,
 )
 from distlab.measure.trace.kernels import OUTSIDE, readable
+from distlab.measure.trace.stream import Entry, entries
 
 CATEGORIES = ("before", "parameters", "optimizer state", "gradients", "activations", "temporary")
 MAX_ENTRIES = 100_000  # events of the allocator's history: some tens of MB
@@ -189,7 +188,7 @@ def memory_timeline(path: AnyPath, held: Holdings, device: Device) -> MemoryTime
     wanted = _CUDA if device_type == "cuda" else _CPU
     changes = []  # allocations and frees of this kind of device
     spans = []  # operators and named ranges
-    for event in read_trace_file(path)["traceEvents"]:
+    for event in entries(path):
         if event.get("name") == _MEMORY and event["args"].get("Device Type") == wanted:
             changes.append(event)
         if event.get("ph") == "X" and event.get("cat") in ("cpu_op", "user_annotation"):

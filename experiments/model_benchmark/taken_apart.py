@@ -13,8 +13,9 @@ from distlab.bench.trial import Trial
 from distlab.comm import collectives
 from distlab.experiment import Column, RankContext, Records, View
 from distlab.measure import MIN_SAMPLES, Event, PhaseTimer, percentiles
-from distlab.measure.trace.capture import PHASES, Phases, load_trace, profile_steps
+from distlab.measure.trace.capture import PHASES, Phases, profile_steps
 from distlab.measure.trace.kernels import CATEGORIES, Profile, readable, summarise
+from distlab.measure.trace.reader import load_trace
 from distlab.report import grouped, stacked_bars, text_column
 
 from .by_part import PART_VIEW, counted_parts, measured_parts, part_rows, rates, trace_ranges

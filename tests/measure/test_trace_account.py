@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from distlab.measure.trace.account import account, closes, explain, phase_starts, step_windows
-from distlab.measure.trace.capture import NEXT, OPTIMIZER, STEP, Event, load_trace
+from distlab.measure.trace.capture import NEXT, OPTIMIZER, STEP
+from distlab.measure.trace.reader import Event, load_trace
 from tests.measure.test_trace_intervals import event
 
 

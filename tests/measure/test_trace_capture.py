@@ -11,7 +11,8 @@ from torch.profiler import record_function
 
 from distlab.measure.memory_timeline import record_memory
 from distlab.measure.trace import capture
-from distlab.measure.trace.capture import load_trace, profile_steps
+from distlab.measure.trace.capture import profile_steps
+from distlab.measure.trace.reader import load_trace
 
 
 def span(category, name, start_us, duration_us, tid=1, **args):

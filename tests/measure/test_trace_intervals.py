@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distlab.measure.trace.account import account, lanes, median_step, step_windows
-from distlab.measure.trace.capture import Event
 from distlab.measure.trace.intervals import intersect, subtract, total, union
+from distlab.measure.trace.reader import Event
 
 SIZE = 24
 intervals = st.lists(

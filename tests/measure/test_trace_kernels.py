@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from distlab.measure.flops import FlopsByCategory
-from distlab.measure.trace.capture import Event, Phases, load_trace, profile_steps
+from distlab.measure.trace.capture import Phases, profile_steps
 from distlab.measure.trace.kernels import CATEGORIES, category, readable, summarise
+from distlab.measure.trace.reader import Event, load_trace
 from distlab.model import TransformerLM, cross_entropy, preset
 from distlab.theory.flops import step_flops
 

@@ -2,7 +2,8 @@
 
 Read the files in this order:
 
-- `capture`: records a trace with named steps, and reads a trace file into `Event`s.
+- `capture`: records a trace with named steps.
+- `stream`, `names`, `reader`: read a trace file, of any program, into `Event`s.
 - `intervals`: union, intersection and difference of time intervals.
 - `account`: finds the steps in the events, and divides a step into compute, exposed communication,
   copies and idle time.

@@ -28,8 +28,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from distlab.measure.trace.capture import NEXT, OPTIMIZER, PHASES, STEP, Event
-from distlab.measure.trace.intervals import Interval, intersect, subtract, total
+from distlab.measure.trace.capture import NEXT, OPTIMIZER, PHASES, STEP
+from distlab.measure.trace.intervals import Cover, Interval, intersect, subtract, total
+from distlab.measure.trace.reader import Event
 
 
 @dataclass(frozen=True)
@@ -255,7 +256,7 @@ def phase_starts(events: Sequence[Event], window: Interval) -> dict[str, float]:
     found = {}
     for phase in PHASES:
         ranges = _ranges_named(events, f"distlab:{phase}")
-        starts = [event.start_ms for event in in_window if _begun_in(event, ranges)]
+        starts = [event.start_ms for event in in_window if ranges.contains(event.on_host_ms)]
         if starts:
             found[phase] = min(starts) - begin
     return found
@@ -264,25 +265,27 @@ def phase_starts(events: Sequence[Event], window: Interval) -> dict[str, float]:
 def _split_by_optimizer(events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
     """Split the compute events into those of the optimizer and all others."""
     ranges = _ranges_named(events, OPTIMIZER)
+    if not ranges.intervals:
+        # A trace of another program: torch's optimizers annotate their steps.
+        ranges = _ranges_named(events, "Optimizer.step#")
     optimizer_events, other_events = [], []
     for event in events:
         if event.kind != "compute":
             continue
-        if _begun_in(event, ranges):
+        if ranges.contains(event.on_host_ms):
             optimizer_events.append(event)
         else:
             other_events.append(event)
     return optimizer_events, other_events
 
 
-def _ranges_named(events: Iterable[Event], name: str) -> list[Interval]:
-    """Return the intervals on the host of all ranges with this name."""
-    return [(event.start_ms, event.end_ms) for event in events if event.name == name]
-
-
-def _begun_in(event: Event, ranges: Iterable[Interval]) -> bool:
-    """Return whether the host started or launched an event inside one of these ranges."""
-    return any(start <= event.on_host_ms < end for start, end in ranges)
+def _ranges_named(events: Iterable[Event], name: str) -> Cover:
+    """Return the intervals on the host of all ranges whose name begins with `name`."""
+    found = []
+    for event in events:
+        if event.kind == "range" and event.name.startswith(name):
+            found.append((event.start_ms, event.end_ms))
+    return Cover(found)
 
 
 def _time_by_kernel(events: Iterable[Event], window: Interval) -> dict[str, tuple[int, float]]:

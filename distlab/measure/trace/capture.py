@@ -1,39 +1,12 @@
-"""Traces of torch.profiler: when each kernel and each collective of a step ran.
+"""Record traces of torch.profiler: `profile_steps` writes a Chrome/Perfetto trace per rank.
 
-`profile_steps` writes a Chrome/Perfetto trace per rank. `load_trace` reads it (or any other file of
-torch.profiler) into `Event`s. An event is one interval on one lane, and has one of four kinds:
-
-``communication``
-    On a GPU, kernels with ``nccl`` in their name, copies between GPUs and the barriers around them.
-    On a CPU, gloo's ``gloo:*`` intervals. They need care when they are read (measured with torch
-    2.13: six 16 MB all-reduces in flight on two ranks):
-
-    - An interval begins when one of the process group's two worker threads *starts executing* the
-      collective, not when it is enqueued. The third of six began when the first had ended, and the
-      intervals of one thread never overlap.
-    - An interval ends with the collective. So up to two overlap, and share the wire. The busy time
-      is the union of the intervals, not their sum (170 against 334 ms there).
-    - Like an NCCL kernel, an interval contains waiting for a rank that comes late: 117 instead of
-      15 ms when the other rank slept for 100 ms.
-``compute``
-    On a GPU, every other kernel. In a trace without GPU kernels: ``aten::`` operators, the C++
-    nodes of autograd (``AddmmBackward0``) and compiled graphs, by wall clock. Operators inside a
-    ``c10d`` operator or on gloo's threads do not count. Neither does the rest of autograd's
-    ``evaluate_function`` range: Python hooks run inside it, and a hook that waits for a collective
-    would count as compute that covers this collective.
-``copy``
-    ``gpu_memcpy`` and ``gpu_memset``.
-``range``
-    Annotations named ``distlab:…``: ``distlab:step`` and the phases inside it.
+Its steps are ranges ``distlab:step``. `reader` reads the file.
 """
 
 import gzip
 import json
-import math
 import os
-import re
 import tempfile
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -55,46 +28,8 @@ OPTIMIZER = "distlab:optimizer"
 NEXT = "distlab:next"
 PHASES = ("forward", "backward", "optimizer")
 Entry = dict[str, Any]  # one event of a trace file, or the whole file, as JSON
-# `PtoP` are copies between GPUs, `barrier_kernel` the barriers around them.
-_GPU_COMMUNICATION = re.compile(r"nccl|PtoP|barrier_kernel", re.IGNORECASE)
-_CPU_COMPUTE = re.compile(r"aten::|\w+Backward\d+$|## Call CompiledFxGraph")
-_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # torch.profiler's categories of work on a GPU
 # Metadata events whose argument is what a viewer shows for a process: event → argument.
 _PROCESS_TITLES = {"process_name": "name", "process_labels": "labels"}
-_GZIP_MAGIC = b"\x1f\x8b"  # first two bytes of every gzip file (RFC 1952)
-
-
-class Event(NamedTuple):
-    """One interval on one lane. Times are in ms since the earliest event of its trace.
-
-    Attributes:
-        name: name of the kernel, operator, collective or range in the trace.
-        kind: ``communication``, ``compute``, ``copy`` or ``range``.
-        lane: a GPU stream or a CPU thread.
-        start_ms, end_ms: ms at which it began and ended on its lane.
-        launched_ms: ms at which the host launched work on a GPU. None elsewhere.
-        operator: innermost operator that launched work on a GPU (``aten::mm``). None elsewhere, and
-            if operators were not recorded.
-    """
-
-    name: str
-    kind: str
-    lane: str
-    start_ms: float
-    end_ms: float
-    launched_ms: float | None = None
-    operator: str | None = None
-
-    @property
-    def on_host_ms(self) -> float:
-        """Time in ms at which the host started or launched it.
-
-        It tells to which phase an event belongs: work on a GPU may run when the host is already in
-        the next phase.
-        """
-        if self.launched_ms is None:
-            return self.start_ms
-        return self.launched_ms
 
 
 def activities_on(device: Device) -> list[ProfilerActivity]:
@@ -330,138 +265,3 @@ def _with_rank(trace: Entry, rank: int, world_size: int, backend: str | None) ->
             title = event["args"].get(argument, "")
             event["args"][argument] = f"rank {rank}: {title}"
     return trace
-
-
-def read_trace_file(path: AnyPath) -> Any:
-    """Return the content of a ``.json`` or ``.json.gz`` file.
-
-    Raises OSError, and the errors of gzip and json for a truncated file.
-    """
-    data = Path(path).read_bytes()
-    if data.startswith(_GZIP_MAGIC):
-        data = gzip.decompress(data)
-    return json.loads(data)
-
-
-def load_trace(path: AnyPath) -> list[Event]:
-    """Load the events of a torch.profiler trace (``.json`` or ``.json.gz``), by start time.
-
-    Events inside another of the same lane and kind are left out (``aten::mm`` in ``aten::addmm``).
-
-    Raises:
-        OSError: the file cannot be opened.
-        ValueError: it is truncated, or another tool wrote it. The message names the path.
-    """
-    try:
-        trace = read_trace_file(path)
-    except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(
-            f"{path} is truncated or is not a trace ({error}): profile again"
-        ) from None
-    raw = None
-    if isinstance(trace, dict) and "schemaVersion" in trace:
-        raw = trace.get("traceEvents")
-    if not isinstance(raw, list):
-        raise ValueError(
-            f"{path} was not written by torch.profiler: no schemaVersion or no traceEvents in it"
-        )
-    try:
-        # ph "X" are complete events, which have a start `ts` and a duration `dur`.
-        return _events([entry for entry in raw if entry.get("ph") == "X" and "cat" in entry])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} holds an event that torch.profiler does not write: {error!r}"
-        ) from None
-
-
-def _events(spans: list[Entry]) -> list[Event]:
-    """Return the events of one of the four kinds, by start.
-
-    Events inside another of the same lane and kind are left out, except ranges.
-
-    Args:
-        spans: complete events of a trace file. Their times are in µs.
-    """
-    origin = min((span["ts"] for span in spans), default=0.0)
-    gpu_trace = any(span["cat"] == "kernel" for span in spans)
-    launches = {}  # correlation → µs at which the host launched the work
-    operators = {}  # external id → name of the operator
-    gloo_threads = set()
-    for span in spans:
-        if span["cat"] in ("cuda_runtime", "cuda_driver"):
-            launches[_argument(span, "correlation")] = span["ts"]
-        if span["cat"] == "cpu_op":
-            operators[_argument(span, "External id")] = span["name"]
-        if span["name"].startswith("gloo:"):
-            gloo_threads.add(span["tid"])
-
-    events = []
-    last_end = {}  # (lane, kind) → µs at which the last event kept ends
-    # By start, and the longest first: then an outer event comes before those inside it.
-    for span in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
-        kind = _kind(span)
-        if kind is None:
-            continue
-        on_gpu = span["cat"] in _ON_GPU
-        lane = f"stream {span['tid']}" if on_gpu else f"thread {span['tid']}"
-        start = span["ts"]
-        end = start + span["dur"]
-        nested = end <= last_end.get((lane, kind), -math.inf)
-        if nested and kind != "range":
-            continue
-        if kind == "compute" and not on_gpu:
-            in_c10d = end <= last_end.get((lane, "c10d"), -math.inf)
-            # With a GPU, operators only launch the work. On gloo's threads and in c10d operators
-            # they belong to the communication.
-            if gpu_trace or span["tid"] in gloo_threads or in_c10d:
-                continue
-        last_end[lane, kind] = end
-        if kind == "c10d":
-            continue  # only noted, to find the operators inside it
-        launched = None
-        operator = None
-        if on_gpu:
-            launched = launches.get(_argument(span, "correlation"))
-            operator = operators.get(_argument(span, "External id"))
-        event = Event(
-            name=span["name"],
-            kind=kind,
-            lane=lane,
-            start_ms=(start - origin) / 1e3,
-            end_ms=(end - origin) / 1e3,
-            launched_ms=None if launched is None else (launched - origin) / 1e3,
-            operator=operator,
-        )
-        events.append(event)
-    return events
-
-
-def _argument(span: Entry, name: str) -> int | None:
-    """Return an argument of an event.
-
-    `correlation` ties work on the GPU to the call that launched it, `External id` to the operator
-    that made this call.
-    """
-    return span.get("args", {}).get(name)
-
-
-def _kind(span: Entry) -> str | None:
-    """Return the kind of an event.
-
-    It is `c10d` for operators in which nothing counts as compute, and None for events to leave out.
-    """
-    category, name = span["cat"], span["name"]
-    if category in _ON_GPU:
-        # The name decides before the category: a copy between GPUs is also a `gpu_memcpy`.
-        if _GPU_COMMUNICATION.search(name):
-            return "communication"
-        return "compute" if category == "kernel" else "copy"
-    if name.startswith("gloo:"):
-        return "communication"
-    if category == "user_annotation" and name.startswith("distlab:"):
-        return "range"
-    if name.startswith("c10d::"):
-        return "c10d"
-    if _CPU_COMPUTE.match(name):
-        return "compute"
-    return None

@@ -1,6 +1,6 @@
 """Summary of a profile: time of each kernel, by phase and by kind of work.
 
-It reads the events of a trace (`capture.load_trace`), so a summary can be made again from the file.
+It reads the events of a trace (`reader.load_trace`), so a summary can be made again from the file.
 On a GPU the kernels are those of the device, by the phase in which the host launched them. Without
 a GPU they are the operators.
 
@@ -21,8 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distlab.measure.trace.account import step_windows
-from distlab.measure.trace.capture import PHASES, Event
+from distlab.measure.trace.capture import PHASES
 from distlab.measure.trace.intervals import intersect, total
+from distlab.measure.trace.reader import Event
 
 OUTSIDE = "outside"  # phase of work outside of the three phases, such as zeroing gradients
 OTHER = "other"  # category of work that no pattern matches

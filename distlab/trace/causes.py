@@ -1,0 +1,456 @@
+"""Why communication is exposed, and why a device is idle: one cause for every exposed millisecond.
+
+Each exposed communication has the first of these causes that applies:
+
+1. *straggler*: it waits for a rank that arrives late, for at least half of its exposed time;
+2. *small messages*: it moves fewer bytes than the network moves during its latency;
+3. *blocking wait*: the host waits for it, and launches further work only afterwards;
+4. *late launch*: the device was idle when the host launched it. If the host was late for a reason
+   that has a name (reading a value, data loading), this is the cause;
+5. *end of step*: only the optimizer is left, which needs its result;
+6. *dependency*: further work follows, and waits for it.
+
+Each idle interval has one of the causes data loading, garbage collection, item, synchronisation,
+late launch, host-bound (without a GPU: between operators) and unknown. *Contention* is the extra
+time of kernels next to which communication runs.
+"""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distlab.measure.trace.intervals import Cover, Interval
+from distlab.measure.trace.reader import Event
+from distlab.trace.ranks import Message, RankStep, RankSteps
+
+STRAGGLER = "straggler"
+SMALL = "small messages"
+BLOCKING = "blocking wait"
+LATE = "late launch"
+LAST = "end of step"
+DEPENDENCY = "dependency"
+LOADER = "data loading"
+GARBAGE = "garbage collection"
+ITEM = "item"
+SYNCHRONISATION = "synchronisation"
+HOST = "host-bound"
+PYTHON = "between operators"
+UNKNOWN = "unknown"
+CONTENTION = "contention"
+
+FINDING_PCT = 5.0  # share of a step from which on a cause is a finding
+# A kernel that begins so soon after its launch found an idle device: launching takes 3 to 10 µs,
+# and a profiler some more.
+PROMPT_MS = 0.05
+# Idle time between two kernels of a queue that is not empty is shorter than this.
+GAP_MS = 0.003
+# Bytes below which latency dominates, where the trace has no larger message to tell the bandwidth.
+SMALL_BYTES = 256 * 1024
+_PIECES = 3  # calls of a kernel, covered and not, that are needed to compare them
+
+
+@dataclass(frozen=True)
+class Blame:
+    """A cause of some milliseconds of one step of one rank.
+
+    Attributes:
+        cause: one of the causes above.
+        ms: ms of the step.
+        detail: what it is about: a collective, kernel or operator.
+        late_rank: rank that arrives late, for a straggler.
+        behind: what the late rank does longer than others, for a straggler.
+        message: communication that is exposed, or None.
+    """
+
+    cause: str
+    ms: float
+    detail: str
+    late_rank: int | None = None
+    behind: str | None = None
+    message: Message | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cause, summed over the steps.
+
+    Attributes:
+        cause: one of the causes above.
+        ms: ms of the average step, on the rank where it is largest.
+        pct: share of that rank's step in %.
+        rank: that rank.
+        count: number of intervals or collectives in an average step.
+        detail: what it is mostly about.
+        late_rank, behind: as in `Blame`.
+    """
+
+    cause: str
+    ms: float
+    pct: float
+    rank: int
+    count: float
+    detail: str
+    late_rank: int | None
+    behind: str | None
+
+    @property
+    def is_large(self) -> bool:
+        """True if it is worth acting on."""
+        return self.pct >= FINDING_PCT and self.cause != UNKNOWN
+
+    @property
+    def sentence(self) -> str:
+        """What happens, and what to do about it."""
+        much = f"{self.ms:.2f} ms per step ({self.pct:.0f} %)"
+        where = f"on rank {self.rank}"
+        if self.cause == STRAGGLER:
+            behind = f", which spends more time in {self.behind}" if self.behind else ""
+            return (
+                f"Rank {self.rank} waits {much} for rank {self.late_rank}{behind}. Give rank "
+                f"{self.late_rank} less of it, or find out why its {self.behind or 'step'} is slower."
+            )
+        return f"{_SENTENCES[self.cause].format(much=much, where=where, detail=self.detail)}"
+
+
+_SENTENCES = {
+    SMALL: (
+        "Small messages cost {much} {where}, mostly {detail}: their latency counts, not their bytes. "
+        "Use larger buckets, or coalesce the messages."
+    ),
+    BLOCKING: (
+        "The host waits for communication, {much} {where}, mostly for {detail}, and launches nothing "
+        "meanwhile. Use async_op=True, and wait where the result is needed."
+    ),
+    LATE: (
+        "Communication is launched late by the host, {much} {where}, mostly {detail}: the device was "
+        "idle before. Launch it earlier, or make the host faster (compile, CUDA graphs, fewer hooks)."
+    ),
+    LAST: (
+        "{much} of communication {where} comes after the last compute that could hide it, mostly "
+        "{detail}. Start it during backward, make the last bucket smaller, or overlap it with the "
+        "optimizer."
+    ),
+    DEPENDENCY: (
+        "Compute waits for communication, {much} {where}, mostly for {detail}: nothing else was "
+        "ready. Start it earlier (prefetch), or split the work so that something is left to compute."
+    ),
+    LOADER: (
+        "The step waits {much} {where} for data ({detail}). Use more DataLoader workers, prefetch, "
+        "or pin_memory with non_blocking copies."
+    ),
+    GARBAGE: (
+        "Python's garbage collection costs {much} {where} ({detail}). Call gc.freeze() after the first step, or "
+        "gc.disable() and collect at fixed steps."
+    ),
+    ITEM: (
+        "Reading values from the device stalls the step for {much} {where} ({detail}). "
+        "Remove .item() and the like from the step, or read them every few steps."
+    ),
+    SYNCHRONISATION: (
+        "The host waits for the device and then launches anew, {much} {where} ({detail}). Remove the "
+        "synchronisation from the step."
+    ),
+    HOST: (
+        "The device waits {much} {where} for the host to launch work, mostly {detail}. Make the host "
+        "faster (compile, CUDA graphs, larger batches), or do less between the operators."
+    ),
+    PYTHON: (
+        "No operator runs for {much} {where}, mostly {detail}: Python works between the operators. "
+        "Compile the model, or use larger batches."
+    ),
+    UNKNOWN: "Nothing runs for {much} {where}, for a reason that the trace does not have.",
+    CONTENTION: (
+        "Compute is slower next to communication, {much} {where}, mostly {detail}. Give communication "
+        "fewer multiprocessors (NCCL_MAX_CTAS), or use copy engines."
+    ),
+}
+
+
+def findings(ranks: Sequence[RankSteps]) -> tuple[list[Finding], list[Blame]]:
+    """Return the causes, the largest first, and the exposed communication with its causes."""
+    small_bytes = latency_bytes(ranks)
+    behind = Behind(ranks)
+    totals: dict[tuple, dict[int, list[Blame]]] = defaultdict(lambda: defaultdict(list))
+    exposed = []
+    for rank in ranks:
+        host = Host(rank)
+        found = contention(rank)
+        for step in rank.steps.values():
+            for message in step.messages:
+                if message.exposed:
+                    communication = why_exposed(message, step, host, behind, small_bytes)
+                    exposed += communication
+                    found += communication
+            found += why_idle(step, host)
+        for blame in found:
+            totals[blame.cause, blame.late_rank][rank.rank].append(blame)
+    means = {rank.rank: rank.mean.step_ms for rank in ranks}
+    steps = {rank.rank: len(rank.steps) for rank in ranks}
+    listed = []
+    for (cause, late_rank), by_rank in totals.items():
+        sums = {r: sum(blame.ms for blame in blames) / steps[r] for r, blames in by_rank.items()}
+        rank = max(sums, key=sums.get)
+        details, reasons = Counter(), Counter()
+        for blame in by_rank[rank]:
+            details[blame.detail] += blame.ms
+            reasons[blame.behind] += blame.ms
+        finding = Finding(
+            cause=cause,
+            ms=sums[rank],
+            pct=100 * sums[rank] / means[rank],
+            rank=rank,
+            count=len(by_rank[rank]) / steps[rank],
+            detail=details.most_common(1)[0][0],
+            late_rank=late_rank,
+            behind=reasons.most_common(1)[0][0],
+        )
+        listed.append(finding)
+    listed.sort(key=lambda finding: -finding.ms)
+    return listed, exposed
+
+
+def latency_bytes(ranks: Sequence[RankSteps]) -> float:
+    """Return the bytes below which a message takes mostly latency.
+
+    It is half of what the network moves, by its largest message, during the shortest message.
+    """
+    shortest_ms: dict[int, float] = {}  # bytes → shortest duration of a message of this size
+    for rank in ranks:
+        for step in rank.steps.values():
+            for message in step.messages:
+                size = message.event.collective.size_bytes
+                if size and message.ms > 0:
+                    shortest_ms[size] = min(message.ms, shortest_ms.get(size, message.ms))
+    if not shortest_ms or max(shortest_ms) < 16 * SMALL_BYTES:
+        return SMALL_BYTES
+    largest = max(shortest_ms)
+    return 0.5 * min(shortest_ms.values()) * largest / shortest_ms[largest]
+
+
+def named(event: Event) -> str:
+    """Return a communication in words: operation, size and group."""
+    known = event.collective
+    words = [known.operation if known.operation != "other" else event.name[:40]]
+    if known.size_bytes:
+        words.append(f"of {known.size_bytes / 1e6:.3g} MB")
+    if known.group:
+        words.append(f"in group {known.group[:30]}")
+    return " ".join(words)
+
+
+class Host:
+    """What the host of one rank does, to be asked about intervals of the device.
+
+    Args:
+        rank: steps of the rank.
+    """
+
+    def __init__(self, rank: RankSteps) -> None:
+        by_role: dict[str, list] = defaultdict(list)
+        for span in rank.trace.host:
+            by_role[span.role].append(span)
+        self.on_gpu = rank.trace.on_gpu
+        self._spans = {}
+        for role in (LOADER, GARBAGE, SYNCHRONISATION, ITEM):
+            spans = by_role["loader" if role == LOADER else role]
+            # Spans end in the order of this list, in which `bisect` finds the last one before.
+            spans = sorted(spans, key=lambda span: span.end_ms)
+            cover = Cover((span.start_ms, span.end_ms) for span in spans)
+            self._spans[role] = ([span.end_ms for span in spans], spans, cover)
+
+    def share(self, role: str, interval: Interval) -> float:
+        """Return the share of an interval that spans of a role cover, 0 to 1."""
+        start, end = interval
+        return self._spans[role][2].length(start, end) / (end - start)
+
+    def name_in(self, role: str, interval: Interval) -> str:
+        """Return the name of the span of a role that covers an interval."""
+        start, end = interval
+        ends, spans, _ = self._spans[role]
+        place = min(bisect_left(ends, (start + end) / 2), len(spans) - 1)
+        return spans[place].name
+
+    def waited_until(self, role: str, interval: Interval) -> str | None:
+        """Return the name of a span of a role that the beginning of an interval ended, else None.
+
+        The span must have begun before. Reading a value that is on the host already also is an
+        `aten::item`, and begins and ends inside the interval.
+        """
+        begin, end = interval
+        ends, spans, _ = self._spans[role]
+        place = bisect_left(ends, begin - GAP_MS)
+        if place < len(spans) and spans[place].start_ms < begin and ends[place] <= end:
+            return spans[place].name
+        return None
+
+    def reason(self, interval: Interval) -> tuple[str, str] | None:
+        """Return the cause with a name for which the device is idle in an interval, and its span.
+
+        None if the host shows no such reason.
+        """
+        for role in (LOADER, GARBAGE):
+            if self.share(role, interval) >= 0.5:
+                return role, self.name_in(role, interval)
+        if not self.on_gpu:
+            return None  # the host computes, so it never waits for a device
+        # The device ran empty while the host waited for it. The wait ends when the interval begins.
+        for role in (ITEM, SYNCHRONISATION):
+            name = self.waited_until(role, interval)
+            if name is not None:
+                return role, name
+        return None
+
+
+def why_exposed(
+    message: Message, step: RankStep, host: Host, behind: Behind, small_bytes: float
+) -> list[Blame]:
+    """Return the causes of a message's exposed time, which add up to it.
+
+    There is one, or two if a wait for a late rank is a part of it.
+    """
+    found = []
+    left_ms = message.exposed_ms
+    late = message.late_rank
+    if late not in (None, message.rank) and message.wait_ms >= 0.5 * left_ms:
+        wait_ms = min(message.wait_ms, left_ms)
+        part = behind.part(message)
+        about = named(message.event)
+        found.append(Blame(STRAGGLER, wait_ms, about, late, part, message))
+        left_ms -= wait_ms
+    if left_ms > 0:
+        cause, about = _own_cause(message.event, step, host, small_bytes)
+        found.append(Blame(cause, left_ms, about, message=message))
+    return found
+
+
+def _own_cause(event: Event, step: RankStep, host: Host, small_bytes: float) -> tuple[str, str]:
+    """Return the cause of a message's exposed time that is not a late rank, and what it is about."""
+    about = named(event)
+    size = event.collective.size_bytes
+    if size is not None and size < small_bytes:
+        return SMALL, about
+    following = step.compute_after(event.end_ms)
+    if event.launched_ms is not None:
+        is_launched_after = False
+        if following is not None:
+            is_launched_after = following.on_host_ms >= event.end_ms - PROMPT_MS
+        if is_launched_after and host.share(SYNCHRONISATION, (event.start_ms, event.end_ms)) >= 0.5:
+            return BLOCKING, about
+        idle = step.idle_before(event.start_ms)
+        is_prompt = event.start_ms - event.launched_ms < PROMPT_MS
+        if is_prompt and idle is not None and idle[1] - idle[0] > GAP_MS:
+            return host.reason(idle) or (LATE, about)
+    if following is None or step.phases.of(following) == "optimizer":
+        return LAST, about
+    return DEPENDENCY, about
+
+
+def why_idle(step: RankStep, host: Host) -> list[Blame]:
+    """Return the causes of the idle intervals of a step."""
+    found = []
+    cause = HOST if host.on_gpu else PYTHON
+    for begin, end in step.idle.intervals:
+        reason = host.reason((begin, end))
+        following = step.after(end)
+        if reason is not None:
+            found.append(Blame(reason[0], end - begin, reason[1]))
+        elif following is None:
+            found.append(Blame(cause, end - begin, "at the end of the step"))
+        elif following.launched_ms is not None and following.launched_ms < begin:
+            # It was in the queue before the device became idle.
+            found.append(Blame(UNKNOWN, end - begin, following.name))
+        elif following.kind == "communication" and host.on_gpu:
+            found.append(Blame(LATE, end - begin, named(following)))
+        else:
+            about = f"before {following.operator or following.name}"
+            found.append(Blame(cause, end - begin, about))
+    return found
+
+
+def contention(rank: RankSteps) -> list[Blame]:
+    """Return the extra time of kernels next to which communication runs.
+
+    Calls with communication next to them are compared with the median of the same kernel on the
+    same grid without it. Without a GPU the sizes of an operator are not known.
+    """
+    alone: dict[tuple, list[float]] = defaultdict(list)
+    covered: dict[tuple, list[float]] = defaultdict(list)
+    for step in rank.steps.values():
+        for event in step.events:
+            if event.kind != "compute" or event.grid is None:
+                continue
+            ms = event.end_ms - event.start_ms
+            share = step.communication.length(event.start_ms, event.end_ms) / ms if ms else 0.0
+            kernel = (event.name, event.grid, event.operator)
+            if share < 0.1:
+                alone[kernel].append(ms)
+            elif share > 0.5:
+                covered[kernel].append(ms)
+    found = []
+    for kernel, slower in covered.items():
+        if len(slower) < _PIECES or len(alone[kernel]) < _PIECES:
+            continue
+        usual_ms = statistics.median(alone[kernel])
+        extra_ms = sum(slower) - usual_ms * len(slower)
+        if extra_ms > 0:
+            found.append(Blame(CONTENTION, extra_ms, kernel[2] or kernel[0]))
+    return found
+
+
+class Behind:
+    """What a late rank does longer than the others before they meet in a collective.
+
+    Args:
+        ranks: all ranks, with their messages matched.
+    """
+
+    def __init__(self, ranks: Sequence[RankSteps]) -> None:
+        self._steps = {}
+        self._previous: dict[Message, Message] = {}
+        self._hosts = {rank.rank: Host(rank) for rank in ranks}
+        for rank in ranks:
+            for step in rank.steps.values():
+                self._steps[rank.rank, step.number] = step
+                last = None
+                for message in step.messages:
+                    if last is not None:
+                        self._previous[message] = last
+                    # Messages that overlap do not separate what comes before the second one.
+                    if len(message.peers) > 1:
+                        last = message
+
+    def part(self, message: Message) -> str | None:
+        """Return the part of the step in which the late rank falls behind, in words."""
+        late = message.late_rank
+        times = {}
+        for rank, peer in message.peers.items():
+            times[rank] = self._times(peer)
+        largest, part = 0.0, None
+        others = [rank for rank in times if rank != late]
+        for name, ms in times[late].items():
+            extra = ms - statistics.median(times[rank].get(name, 0.0) for rank in others)
+            if extra > largest:
+                largest, part = extra, name
+        return part
+
+    def _times(self, message: Message) -> dict[str, float]:
+        """Return what a rank does between the collective before and its arrival: part → ms."""
+        step = self._steps[message.rank, message.step]
+        host = self._hosts[message.rank]
+        # All ranks leave a collective at the same moment, so they begin here together.
+        previous = self._previous.get(message)
+        begin = step.window[0] if previous is None else previous.event.end_ms
+        end = max(message.event.start_ms, begin)
+        times = {}
+        for phase, cover in step.compute_by_phase.items():
+            times[f"compute of the {phase}"] = cover.length(begin, end)
+        times["copies"] = step.copies.length(begin, end)
+        for start, stop in step.idle.within(begin, end):
+            reason = host.reason((start, stop))
+            name = "launching work" if reason is None else reason[0]
+            times[name] = times.get(name, 0.0) + stop - start
+        return times

@@ -1,0 +1,137 @@
+"""Records and the view of an explanation: for `report.html`, and for `distlab compare`'s tables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from distlab.compare import SavedRun, compared, view_of
+from distlab.measure.interleaved import percentiles
+from distlab.report import Column, Record, View, text_column, timeline
+from distlab.trace.explanation import Explanation, parts_of
+
+NAME = "trace"
+ACCOUNT, CAUSES = "where the time of a step goes", "why"
+COLLECTIVES, GROUPS = "the most exposed collectives", "communication by process group"
+KERNELS = "kernels (operators) of the first rank"
+# A part of a step below this is absent. Its ratio to another run would mean nothing.
+_ABSENT_MS = 1e-3
+
+
+def records_of(explanation: Explanation) -> list[Record]:
+    """Return the rows of all tables of the page."""
+    environment = {"device_name": _device(explanation)}
+    found = []
+
+    def add(part: str, variant: str, metrics: dict) -> None:
+        found.append(Record(NAME, variant, {"part": part}, metrics, environment, None))
+
+    for rank in explanation.ranks:
+        metrics = {}
+        for name, ms in parts_of(rank.mean).items():
+            metrics[f"{name.split()[0]}_ms"] = ms
+        metrics["overlap_pct"] = rank.mean.overlap_pct
+        add(ACCOUNT, f"rank {rank.rank}", metrics)
+    for finding in explanation.findings:
+        metrics = {"ms": finding.ms, "pct": finding.pct, "of_rank": finding.rank}
+        add(CAUSES, finding.cause, metrics | {"count": finding.count, "mostly": finding.detail})
+    for row in explanation.collectives():
+        metrics = {"exposed_ms": row["exposed_ms"], "of_rank": row["rank"], "cause": row["cause"]}
+        add(COLLECTIVES, f"{row['collective']}, number {row['number']}", metrics)
+    for group in explanation.groups():
+        metrics = {
+            "ms": group.ms,
+            "exposed_ms": group.exposed_ms,
+            "count": group.count,
+            "size_mb": None if group.size_bytes is None else group.size_bytes / 1e6,
+            "bus_gb_per_s": group.bus_gb_per_s,
+        }
+        add(GROUPS, f"{group.operation} in group {group.group}", metrics)
+    for kernel in explanation.kernels():
+        add(KERNELS, kernel.name[:100], {"ms": kernel.ms, "count": kernel.count})
+    return found
+
+
+def page_view(explanation: Explanation) -> View:
+    """Return the view that shows `records_of`, with the timeline of the longest step."""
+    number, rows = explanation.worst()
+
+    def draw(records: Sequence[Record], path: Path) -> None:
+        timeline(path, rows, title=f"Step {number}, the longest one")
+
+    large = [finding.sentence for finding in explanation.findings if finding.is_large]
+    sentences = large[:5] or [explanation.first]
+    return View(
+        name=NAME,
+        question="Where does the time of a step go, and why?",
+        columns=[
+            Column("variant", ""),
+            Column("metrics.step_ms", "step ms", ".2f"),
+            Column("metrics.compute_ms", "compute ms", ".2f"),
+            Column("metrics.optimizer_ms", "optimizer ms", ".2f"),
+            Column("metrics.exposed_ms", "exposed ms", ".2f"),
+            Column("metrics.copies_ms", "copies ms", ".2f"),
+            Column("metrics.idle_ms", "idle ms", ".2f"),
+            Column("metrics.overlap_pct", "overlap %", ".0f"),
+            Column("metrics.ms", "ms per step", ".2f"),
+            Column("metrics.pct", "% of step", ".1f"),
+            Column("metrics.of_rank", "rank", "d"),
+            Column("metrics.count", "per step", ".3g"),
+            Column("metrics.size_mb", "MB", ".2f"),
+            Column("metrics.bus_gb_per_s", "bus GB/s", ".2f"),
+            text_column("metrics.cause", "cause"),
+            text_column("metrics.mostly", "mostly"),
+        ],
+        headline=lambda records: explanation.summary,
+        findings=lambda records: [*sentences, *(f"({note})" for note in explanation.notes)],
+        parted_by="config.part",
+        pictures={"timeline.png": draw},
+        reading="Compute, optimizer, exposed communication, copies and idle time add up to the step. "
+        "Communication is exposed while nothing computes. A cause is that of the rank on which it "
+        "takes longest. docs/learn/your_trace.md explains the causes.",
+        prediction="None: this accounts for what was traced.",
+        noise="A profiler makes steps longer, above all on the host.",
+    )
+
+
+def against(old: Explanation, new: Explanation) -> tuple[list[Record], View]:
+    """Return the rows and the view of what changed in the parts of a step."""
+    runs = [_saved(old), _saved(new)]
+    rows = compared(runs)
+    return rows, view_of(runs, rows[0].config["metric"])
+
+
+def changed_causes(old: Explanation, new: Explanation) -> list[str]:
+    """Return a sentence for every large cause that only one of two explanations has."""
+    before = {finding.cause: finding for finding in old.findings if finding.is_large}
+    after = {finding.cause: finding for finding in new.findings if finding.is_large}
+    said = []
+    for cause, finding in after.items():
+        if cause not in before:
+            said.append(f"New cause: {cause}, {finding.ms:.2f} ms per step.")
+    for cause, finding in before.items():
+        if cause not in after:
+            said.append(f"No longer: {cause}, {finding.ms:.2f} ms per step before.")
+    return said
+
+
+def _saved(explanation: Explanation) -> SavedRun:
+    """Return the parts of a step as rows of a run, each with its samples."""
+    path = Path(os.path.abspath(explanation.ranks[0].trace.path))
+    environment = {"device_name": _device(explanation)}
+    rows = []
+    for part, samples in explanation.samples().items():
+        median_ms = percentiles(samples)["p50"]
+        metrics = {"part_p50_ms": None}
+        if median_ms > _ABSENT_MS:
+            metrics = {"part_p50_ms": median_ms, "part_samples_ms": samples}
+        rows.append(Record(NAME, part, {}, metrics, environment, None))
+    return SavedRun(path, rows)
+
+
+def _device(explanation: Explanation) -> str:
+    for rank in explanation.ranks:
+        if rank.trace.device_name:
+            return rank.trace.device_name
+    return "GPU" if explanation.ranks[0].trace.on_gpu else "CPU"

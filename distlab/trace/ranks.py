@@ -1,0 +1,302 @@
+"""One rank's steps: the account of each, and the communication in it with its exposed time."""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from distlab.measure.trace.account import StepAccount, account
+from distlab.measure.trace.capture import OPTIMIZER
+from distlab.measure.trace.intervals import Cover, Interval, subtract
+from distlab.measure.trace.kernels import category
+from distlab.measure.trace.reader import Event, HostSpan, Trace
+from distlab.trace.steps import Steps
+
+OPTIMIZER_STEP = "Optimizer.step#"  # range of torch's optimizers
+# The profiler's times are exact to some µs, so a kernel may seem to begin before what it waits for
+# has ended.
+_TINY_MS = 0.002
+
+
+@dataclass(eq=False)
+class Message:
+    """One communication of one rank in one step.
+
+    Attributes:
+        event: event of the trace.
+        step: number of the step.
+        rank: rank of the trace.
+        place: number among the communications of its operation and group in the step. None if it
+            began before the step.
+        exposed: intervals in which neither compute nor an earlier communication covers it.
+        peers: rank → the same collective there, this rank included.
+    """
+
+    event: Event
+    step: int
+    rank: int
+    place: int | None
+    exposed: list[Interval]
+    peers: dict[int, Message] = field(default_factory=dict)
+
+    @property
+    def ms(self) -> float:
+        """Duration in ms."""
+        return self.event.end_ms - self.event.start_ms
+
+    @property
+    def exposed_ms(self) -> float:
+        """Length of `exposed` in ms."""
+        return sum(end - start for start, end in self.exposed)
+
+    @property
+    def late_rank(self) -> int | None:
+        """Rank that arrived last. None without traces of other ranks.
+
+        A collective ends everywhere at the same moment. So the rank on which it is shortest began
+        it last, whatever the clocks of the ranks show.
+        """
+        if len(self.peers) < 2:
+            return None
+        return min(self.peers, key=lambda rank: self.peers[rank].ms)
+
+    @property
+    def wait_ms(self) -> float:
+        """Length in ms of the wait for the rank that arrived last, 0 if it is not known."""
+        late = self.late_rank
+        return 0.0 if late is None else self.ms - self.peers[late].ms
+
+
+@dataclass(eq=False)
+class RankStep:
+    """One step of one rank.
+
+    Attributes:
+        number: number of the step.
+        window: interval of the step in ms.
+        events: events that overlap it, by start.
+        account: division of its time.
+        messages: its communications, by start.
+        phases: where its phases are.
+    """
+
+    number: int
+    window: Interval
+    events: list[Event]
+    account: StepAccount
+    messages: list[Message]
+    phases: Phases
+
+    @functools.cached_property
+    def compute(self) -> Cover:
+        """Time in which something computes."""
+        return self._cover("compute")
+
+    @functools.cached_property
+    def communication(self) -> Cover:
+        """Time in which something communicates."""
+        return self._cover("communication")
+
+    @functools.cached_property
+    def copies(self) -> Cover:
+        """Time in which something is copied."""
+        return self._cover("copy")
+
+    @functools.cached_property
+    def idle(self) -> Cover:
+        """Time in which nothing runs."""
+        busy = [(event.start_ms, event.end_ms) for event in self.events]
+        return Cover(subtract([self.window], busy))
+
+    def idle_before(self, moment: float) -> Interval | None:
+        """Return the idle interval that ends at a moment, or None."""
+        found = self.idle.within(moment - _TINY_MS, moment)
+        if not found or found[-1][1] < moment - _TINY_MS:
+            return None
+        return self.idle.around(found[-1][0])
+
+    def after(self, moment: float) -> Event | None:
+        """Return the first event of the step that begins at a moment or later, or None."""
+        place = bisect_left(self._starts, moment - _TINY_MS)
+        return self.events[place] if place < len(self.events) else None
+
+    def compute_after(self, moment: float) -> Event | None:
+        """Return the first compute of the step that begins at a moment or later, or None."""
+        events, starts = self._computes
+        place = bisect_left(starts, moment - _TINY_MS)
+        return events[place] if place < len(events) else None
+
+    @functools.cached_property
+    def _starts(self) -> list[float]:
+        return [event.start_ms for event in self.events]
+
+    @functools.cached_property
+    def _computes(self) -> tuple[list[Event], list[float]]:
+        events = [event for event in self.events if event.kind == "compute"]
+        return events, [event.start_ms for event in events]
+
+    @functools.cached_property
+    def compute_by_phase(self) -> dict[str, Cover]:
+        """Phase → time in which its work computes."""
+        intervals: dict[str, list[Interval]] = {}
+        for event in self.events:
+            if event.kind == "compute":
+                phase = self.phases.of(event)
+                intervals.setdefault(phase, []).append((event.start_ms, event.end_ms))
+        return {phase: Cover(found) for phase, found in intervals.items()}
+
+    def _cover(self, kind: str) -> Cover:
+        begin, end = self.window
+        found = []
+        for event in self.events:
+            if event.kind == kind:
+                found.append((max(event.start_ms, begin), min(event.end_ms, end)))
+        return Cover(found)
+
+
+class Phases:
+    """The phases of training in a trace, as far as its names tell them apart.
+
+    Args:
+        events: events of the whole trace.
+        host: spans of the host.
+    """
+
+    def __init__(self, events: Sequence[Event], host: Sequence[HostSpan]) -> None:
+        ranges = [event for event in events if event.kind == "range"]
+        names = (OPTIMIZER, OPTIMIZER_STEP)
+        self._optimizer = Cover(_named(ranges, names))
+        backward = [(span.start_ms, span.end_ms) for span in host if span.role == "backward"]
+        self._backward = Cover([*backward, *_named(ranges, ("distlab:backward",))])
+
+    def of(self, event: Event) -> str:
+        """Return `forward`, `backward` or `optimizer`."""
+        if self._optimizer.contains(event.on_host_ms):
+            return "optimizer"
+        if category(event.name, event.operator) == "optimizer":
+            return "optimizer"
+        operator = event.operator or event.name
+        if "Backward" in operator or self._backward.contains(event.on_host_ms):
+            return "backward"
+        return "forward"
+
+
+@dataclass(eq=False)
+class RankSteps:
+    """Steps of one rank.
+
+    Attributes:
+        rank: number of the rank.
+        trace: content of its file.
+        steps: number of a step → the step.
+        found_by: how the steps were found.
+    """
+
+    rank: int
+    trace: Trace
+    steps: dict[int, RankStep]
+    found_by: str
+
+    @property
+    def mean(self) -> StepAccount:
+        """Account of the average step."""
+        accounts = [step.account for step in self.steps.values()]
+        comm_ms = sum(each.comm_ms for each in accounts) / len(accounts)
+        exposed_ms = sum(each.exposed_ms for each in accounts) / len(accounts)
+        return StepAccount(
+            step_ms=sum(each.step_ms for each in accounts) / len(accounts),
+            compute_ms=sum(each.compute_ms for each in accounts) / len(accounts),
+            optimizer_ms=sum(each.optimizer_ms for each in accounts) / len(accounts),
+            comm_ms=comm_ms,
+            exposed_ms=exposed_ms,
+            overlap_pct=100 * (1 - exposed_ms / comm_ms) if comm_ms else None,
+            copy_ms=sum(each.copy_ms for each in accounts) / len(accounts),
+            idle_ms=sum(each.idle_ms for each in accounts) / len(accounts),
+            kernels={},
+        )
+
+
+def rank_steps(trace: Trace, steps: Steps, rank: int) -> RankSteps:
+    """Account for every step of a trace."""
+    phases = Phases(trace.events, trace.host)
+    optimizer_ranges = []
+    for event in trace.events:
+        if event.kind == "range" and event.name.startswith((OPTIMIZER, OPTIMIZER_STEP)):
+            optimizer_ranges.append(event)
+    found = {}
+    windows = list(steps.windows.values())
+    slices = _sliced(trace.events, windows)
+    for number, window, events in zip(steps.windows, windows, slices, strict=True):
+        found[number] = RankStep(
+            number=number,
+            window=window,
+            events=events,
+            account=account([*events, *optimizer_ranges], window),
+            messages=_messages(events, window, number, rank),
+            phases=phases,
+        )
+    return RankSteps(rank, trace, found, steps.found_by)
+
+
+def match(ranks: Sequence[RankSteps]) -> None:
+    """Tell every message its peers: the same collective on the other ranks.
+
+    Collectives with a sequence number match by it. The others match by their place among those of
+    the same operation and group in a step.
+    """
+    table: dict[tuple, dict[int, Message]] = {}
+    for rank in ranks:
+        for step in rank.steps.values():
+            for message in step.messages:
+                if message.place is None:
+                    continue
+                known = message.event.collective
+                key = (message.step, known.operation, known.group, message.place)
+                if known.sequence is not None:
+                    key = (known.operation, known.group, known.sequence)
+                table.setdefault(key, {})[rank.rank] = message
+    for peers in table.values():
+        for message in peers.values():
+            message.peers = peers
+
+
+def _messages(events: Sequence[Event], window: Interval, step: int, rank: int) -> list[Message]:
+    """Return the communications of a step with their exposed intervals, which are disjoint."""
+    begin, end = window
+    compute = [(event.start_ms, event.end_ms) for event in events if event.kind == "compute"]
+    uncovered = Cover(subtract([window], compute))
+    places: dict[tuple, int] = {}
+    found = []
+    counted_to = begin  # time before it belongs to messages that began earlier
+    for event in events:
+        if event.kind != "communication":
+            continue
+        known = event.collective
+        place = None
+        if event.start_ms >= begin:
+            place = places.get((known.operation, known.group), 0)
+            places[known.operation, known.group] = place + 1
+        exposed = uncovered.within(max(event.start_ms, counted_to), min(event.end_ms, end))
+        counted_to = max(counted_to, event.end_ms)
+        found.append(Message(event, step, rank, place, exposed))
+    return found
+
+
+def _sliced(events: Sequence[Event], windows: Sequence[Interval]) -> list[list[Event]]:
+    """Return for each window the events that overlap it. Both are in ascending order."""
+    ends = [end for _, end in windows]
+    found = [[] for _ in windows]
+    for event in events:
+        if event.kind == "range":
+            continue
+        place = bisect_right(ends, event.start_ms)
+        while place < len(windows) and windows[place][0] < event.end_ms:
+            found[place].append(event)
+            place += 1
+    return found
+
+
+def _named(ranges: Sequence[Event], names: tuple[str, ...]) -> list[Interval]:
+    return [(event.start_ms, event.end_ms) for event in ranges if event.name.startswith(names)]

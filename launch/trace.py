@@ -1,0 +1,96 @@
+"""Where does the time of a step go, and why? Explains traces of torch.profiler, of any program.
+
+    distlab trace rank0.json.gz rank1.json.gz               one file per rank
+    distlab trace trace.json --window 1200 1450             one step, in ms after the first event
+    distlab trace new/*.json.gz --against old/*.json.gz     what changed
+
+Steps are found by `ProfilerStep#` ranges, else where the sequence of kernels begins again. Ranks
+are compared by matching collectives, so their clocks may differ. What the causes mean:
+docs/learn/your_trace.md.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distlab.options import Options, config_from, option, parser_of
+from distlab.report import write
+from distlab.report.terminal import highlighted, short_table
+from distlab.runs import new_folder
+from distlab.trace import Explanation, explain_traces
+from distlab.trace.page import against, changed_causes, page_view, records_of
+from launch.kernel import Progress
+from launch.runs import refresh_index
+
+
+@dataclass(frozen=True)
+class TraceOptions(Options):
+    """Traces to explain."""
+
+    files: tuple[str, ...] = option(
+        (), "trace of one rank, .json or .json.gz", positional=True, metavar="FILE"
+    )
+    against: tuple[str, ...] = option((), "traces of the run before, one per rank", metavar="FILE")
+    window: tuple[float, ...] = option(
+        (), "begin and end of the only step, in ms after the first event", metavar="MS"
+    )
+    communication: str = option(
+        "", "regular expression for further kernels that communicate", metavar="PATTERN"
+    )
+    out: str = option("outputs", "folder of all results")
+    json: bool = option(False, "print only JSON, and write no page")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of `distlab trace`."""
+    return parser_of("distlab trace", __doc__, TraceOptions)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `distlab trace`. Return the exit code."""
+    options = config_from(TraceOptions, parser().parse_args(arguments))
+    if not options.files:
+        raise ValueError("give the trace of each rank, a file that torch.profiler wrote")
+    if options.window and (len(options.window) != 2 or options.window[0] >= options.window[1]):
+        raise ValueError("--window: give its begin and its end in ms, such as --window 1200 1450")
+    progress = Progress(is_quiet=options.json)
+
+    def explained(files: Sequence[str]) -> Explanation:
+        return explain_traces(
+            files,
+            window=options.window or None,
+            communication=[options.communication] if options.communication else [],
+            progress=progress,
+        )
+
+    try:
+        new = explained(options.files)
+        old = explained(options.against) if options.against else None
+    finally:
+        progress.close()
+    if options.json:
+        print(json.dumps(to_dict(new, old)))
+        return 0
+    print(f"{new}\n")
+    if old is not None:
+        rows, view = against(old, new)
+        print(f"What changed:\n\n{short_table(view, rows)}\n")
+        for line in [*view.findings_of(rows), *changed_causes(old, new)]:
+            print(highlighted(line))
+    records = records_of(new)
+    with new_folder(options.out, "trace") as folder:
+        page = write(page_view(new), records, folder)
+    refresh_index(options.out)
+    print(f"report: {page}")
+    return 0
+
+
+def to_dict(new: Explanation, old: Explanation | None) -> dict:
+    """Return everything as plain values, with what changed if there is an older run."""
+    found = new.to_dict()
+    if old is not None:
+        rows, _ = against(old, new)
+        parts = {row.variant: dict(row.metrics) for row in rows}
+        found["against"] = {"parts": parts, "causes": changed_causes(old, new)}
+    return found

@@ -1,0 +1,65 @@
+"""`distlab trace`: what it prints and writes, and its errors."""
+
+import json
+
+import pytest
+
+from distlab.trace import explain_traces
+from distlab.trace.page import against, changed_causes
+from launch import trace
+from tests.trace import handmade
+
+
+@pytest.fixture
+def runs(tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    old = handmade.gpu_run(tmp_path / "old", handmade.healthy)
+    new = handmade.gpu_run(tmp_path / "new", handmade.straggler)
+    return [str(path) for path in old], [str(path) for path in new]
+
+
+def test_the_sentence_to_act_on_comes_first_and_a_page_is_written(runs, tmp_path, capsys):
+    old, new = runs
+    out = tmp_path / "outputs"
+    assert trace.main([*new, "--against", *old, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert lines[0].startswith("Rank 0 waits 6.00 ms per step (20 %) for rank 1")
+    assert max(map(len, lines[:-1])) <= 100
+    assert "exposed communication" in printed and "New cause: straggler" in printed
+    (page,) = out.glob("trace/*/report.html")
+    assert "straggler" in page.read_text() and (page.parent / "timeline.png").exists()
+
+
+def test_json_has_everything_and_writes_nothing(runs, tmp_path, capsys, monkeypatch):
+    old, new = runs
+    monkeypatch.chdir(tmp_path)
+    assert trace.main([*new, "--against", *old, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["causes"][0]["cause"] == "straggler" and found["act_on"].startswith("Rank 0")
+    assert found["collectives"][0]["exposed_ms"] == pytest.approx(8)
+    assert len(found["ranks"][1]["steps"]) == handmade.STEPS
+    assert found["against"]["parts"]["compute"]["difference_pct"] < 0
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_run_against_itself_has_changed_nothing(runs):
+    _, new = runs
+    explanation = explain_traces(new)
+    rows, _ = against(explanation, explanation)
+    assert {row.metrics["verdict"] for row in rows} <= {"tie", "in neither run"}
+    assert changed_causes(explanation, explanation) == []
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "give the trace of each rank"),
+        (["t.json", "--window", "5"], "--window: give its begin and its end"),
+        (["t.json", "--window", "5", "3"], "--window: give its begin and its end"),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        trace.main(arguments)

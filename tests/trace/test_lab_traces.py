@@ -1,0 +1,62 @@
+"""Traces of the lab's own strategies give the same account when nothing names their steps."""
+
+import gzip
+import json
+from contextlib import closing
+
+import pytest
+
+from distlab.bench.trial import Trial
+from distlab.bench.variant import BenchOptions, Variant
+from distlab.parallel import get_strategy
+from distlab.testing import run_ranks
+from distlab.trace import explain_traces
+from distlab.trace.explanation import parts_of
+
+STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "fsdp")
+TRACED = 3  # steps, after one of warm-up
+
+
+def record(context, folder):
+    """Trace some steps of every strategy on this rank."""
+    options = BenchOptions(size="tiny", batch=4)
+    for name in STRATEGIES:
+        with closing(Trial(context, options, Variant(name, get_strategy(name), 1.0))) as trial:
+            trial()
+            trial.profile(folder / f"{name}_rank{context.rank}.json.gz", TRACED)
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("traces")
+    run_ranks(record, 2, folder)
+    return folder
+
+
+def without_ranges(path):
+    """Write a copy without the lab's annotations. Return its path."""
+    trace = json.loads(gzip.decompress(path.read_bytes()))
+    trace["traceEvents"] = [
+        event for event in trace["traceEvents"] if not event["name"].startswith("distlab:")
+    ]
+    copy = path.with_name(f"stripped_{path.name}")
+    copy.write_bytes(gzip.compress(json.dumps(trace).encode()))
+    return copy
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_account_needs_no_ranges(traces, strategy):
+    files = [traces / f"{strategy}_rank{rank}.json.gz" for rank in range(2)]
+    named = explain_traces(files)
+    found = explain_traces([without_ranges(file) for file in files])
+    for rank, stripped in zip(named.ranks, found.ranks, strict=True):
+        assert stripped.found_by == "repetition of the work"
+        # The first step that repeats is the warm-up. The last one has no next step to end at.
+        assert len(stripped.steps) == TRACED
+        step_ms = rank.mean.step_ms
+        pairs = [(rank.steps[k], stripped.steps[k + 1]) for k in range(TRACED - 1)]
+        for part in parts_of(rank.mean):
+            difference_ms = 0.0
+            for step, same in pairs:
+                difference_ms += parts_of(step.account)[part] - parts_of(same.account)[part]
+            assert abs(difference_ms) / len(pairs) < 0.01 * step_ms, (strategy, part)
