@@ -87,32 +87,67 @@ def judge(function: Function, operation: Operation, case: Case, device: torch.de
     """
     tensors = drawn(case, operation, device)
     call = call_of(function, operation)
+    # Before the kernel runs, and kept on the CPU: a kernel that writes anywhere cannot change it.
     expected = Expected(operation, case, tensors)
+
+    def work() -> Outcome:
+        return _outcome(call, operation, case, tensors, expected)
+
+    return guarded_outcome(case, device, work)
+
+
+def guarded_outcome(case: Case, device: torch.device, work: Callable[[], Outcome]) -> Outcome:
+    """Return the outcome of `work`, which runs a kernel, or that of its error.
+
+    A GPU reports an illegal access late: by the next call that waits for it, or by none of this
+    input. So it is asked before this input is left, whatever `work` returned.
+    """
+    try:
+        outcome = work()
+    except Wrong as wrong:
+        outcome = Outcome(case, "wrong", wrong.kind, wrong.detail)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        detail = f"{type(error).__name__}: {lines[0][:200]}"
+        outcome = Outcome(case, "refused", "raises", detail)
+    if not works(device):
+        detail = outcome.detail or "it returned, and then every call of the GPU failed"
+        return Outcome(case, "wrong", BREAKS_GPU, detail)
+    return outcome
+
+
+def _outcome(
+    call: Function,
+    operation: Operation,
+    case: Case,
+    tensors: Sequence[Tensor],
+    expected: "Expected",
+) -> Outcome:
+    """Return the outcome of a kernel that does not raise.
+
+    Raises:
+        Exception: the kernel's own.
+    """
     has_backward = False
     try:
         if case.is_repeated:
-            others = drawn(replace(case, seed=case.seed + 1), operation, device)
+            other = replace(case, seed=case.seed + 1)
+            others = drawn(other, operation, tensors[0].device)
             run(call, operation, case, others)
         # First with guards, which catch what would otherwise destroy memory of others.
-        guarded = guarded_run(call, operation, case, tensors, NAN)
+        guarded = guarded_run(call, operation, case, tensors, NAN).to_cpu()
         has_backward = guarded.has_backward
         if expected.is_nan_of(guarded):
-            zeroed = guarded_run(call, operation, case, tensors, 0)
+            zeroed = guarded_run(call, operation, case, tensors, 0).to_cpu()
             if not expected.is_nan_of(zeroed):
                 raise Wrong(
                     "uninitialised memory",
                     "it returns NaN if the memory that it allocates with torch.empty holds NaN",
                 )
-        found = run(call, operation, case, tensors)
+        found = run(call, operation, case, tensors).to_cpu()
         expected.compare(found)
     except Wrong as wrong:
         return Outcome(case, "wrong", wrong.kind, wrong.detail, has_backward=has_backward)
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        detail = f"{type(error).__name__}: {lines[0][:200]}"
-        if not works(device):
-            return Outcome(case, "wrong", BREAKS_GPU, detail)
-        return Outcome(case, "refused", "raises", detail)
     return Outcome(case, "right", differs=differences(found, guarded), has_backward=has_backward)
 
 
@@ -121,7 +156,7 @@ def works(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     try:
-        torch.ones(1, device=device).sum().item()
+        torch.cuda.synchronize(device)
     except RuntimeError:
         return False
     return True
@@ -164,12 +199,19 @@ class Run:
     """Results of one call, and the gradients of its differentiable arguments."""
 
     results: tuple[Tensor, ...]
-    gradients: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
 
     @property
     def has_backward(self) -> bool:
         """True if a backward ran."""
         return bool(self.gradients)
+
+    def to_cpu(self) -> "Run":
+        """Return the same on the CPU. It waits for the GPU, and raises what went wrong there."""
+        gradients = {}
+        for name, gradient in self.gradients.items():
+            gradients[name] = None if gradient is None else gradient.cpu()
+        return Run(tuple(result.cpu() for result in self.results), gradients)
 
 
 def run(call: Function, operation: Operation, case: Case, tensors: Sequence[Tensor]) -> Run:
@@ -250,7 +292,7 @@ def guarded_run(
 
 
 class Expected:
-    """Results and gradients that a kernel must return for one input.
+    """Results and gradients that a kernel must return for one input, on the CPU.
 
     Attributes:
         exact: those of torch in float64.
@@ -260,9 +302,10 @@ class Expected:
 
     def __init__(self, operation: Operation, case: Case, tensors: Sequence[Tensor]) -> None:
         self.dtype = DTYPES[case.dtype]
-        self.exact = _reference(operation, case, tensors, torch.float64)
-        self.near = _reference(operation, case, tensors, torch.float64, is_rounded=True)
-        self.usual = _reference(operation, case, tensors, self.dtype)
+        self.exact = _reference(operation, case, tensors, torch.float64).to_cpu()
+        near = _reference(operation, case, tensors, torch.float64, is_rounded=True)
+        self.near = near.to_cpu()
+        self.usual = _reference(operation, case, tensors, self.dtype).to_cpu()
 
     def is_nan_of(self, found: Run) -> bool:
         """Return whether some element is NaN that is a number in the exact result."""
@@ -273,7 +316,7 @@ class Expected:
         return any(_has_new_nan(mine, exact) for mine, exact in pairs)
 
     def compare(self, found: Run) -> None:
-        """Compare results and gradients with the exact ones.
+        """Compare results and gradients on the CPU with the exact ones.
 
         Raises:
             Wrong: a shape, a dtype or a value is not what it must be.
@@ -443,10 +486,10 @@ def reads_outside(
     function: Function, operation: Operation, case: Case, device: torch.device
 ) -> bool:
     """Return whether a kernel returns no NaN if the memory next to its inputs is 0."""
-    tensors = drawn(case, operation, device, fill=0.0)
-    expected = Expected(operation, case, tensors)
     try:
-        found = run(call_of(function, operation), operation, case, tensors)
+        tensors = drawn(case, operation, device, fill=0.0)
+        expected = Expected(operation, case, tensors)
+        found = run(call_of(function, operation), operation, case, tensors).to_cpu()
     except Exception:
         return False
     return not expected.is_nan_of(found)

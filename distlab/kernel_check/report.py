@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distlab.kernel_check.hostile import Case, cases, simpler
-from distlab.kernel_check.judge import BREAKS_GPU, Function, Outcome, judge, reads_outside
+from distlab.kernel_check.judge import BREAKS_GPU, Function, Outcome, judge, reads_outside, works
 from distlab.kernel_check.operations import Operation, operation_of
 
 MOST_KINDS = 6  # mistakes whose input is reduced and shown
@@ -83,8 +83,11 @@ class Report:
             self.wrong[kind] = self.wrong.get(kind, 0) + 1
 
     def add_finding(self, finding: Finding) -> None:
-        """Keep a mistake with its smallest input."""
-        self.findings[finding.kind] = finding
+        """Keep a mistake with its smallest input, the first of its kind.
+
+        A process that goes on after another has broken finds the same mistakes again.
+        """
+        self.findings.setdefault(finding.kind, finding)
 
     def leave(self, count: int) -> None:
         """Note how many cases were not tried."""
@@ -231,7 +234,10 @@ def examine(
             return
         if outcome.status == "wrong" and outcome.kind not in kinds and len(kinds) < MOST_KINDS:
             kinds.add(outcome.kind)
-            found(reduced(function, operation, outcome, device, partial(begin, number)))
+            found(reduced(function, operation, outcome, device, partial(begin, number), end, found))
+            if not works(device):  # a smaller input broke it
+                rest(len(planned) - number - 1)
+                return
 
 
 def dtypes_on(device: torch.device) -> tuple[str, ...]:
@@ -246,8 +252,15 @@ def reduced(
     outcome: Outcome,
     device: torch.device,
     begin: Callable[[Case], None],
+    end: Callable[[Outcome], None],
+    found: Callable[[Finding], None],
 ) -> Finding:
-    """Return a mistake with the smallest input that shows it."""
+    """Return a mistake with the smallest input that shows it.
+
+    Args:
+        begin: function that is called with each smaller input, before it runs.
+        end, found: as in `examine`. They are told of a smaller input that breaks the GPU.
+    """
     tries = 0
     smallest = outcome
     is_smaller = True
@@ -258,6 +271,8 @@ def reduced(
             begin(case)
             candidate = judge(function, operation, case, device)
             if candidate.kind == BREAKS_GPU:
+                end(candidate)
+                found(Finding(candidate.kind, str(case), candidate.detail))
                 return Finding(outcome.kind, str(smallest.case), smallest.detail)
             if candidate.status == "wrong" and candidate.kind == outcome.kind:
                 smallest = candidate

@@ -1,14 +1,19 @@
 """A kernel of anyone's against its operation: right ones pass, and each mistake is named."""
 
+import importlib
 import json
 
 import pytest
 import torch
 
 from distlab.kernel_check import OPERATIONS, check_kernel
+from distlab.kernel_check.judge import BREAKS_GPU
 from kernels import cross_entropy, layernorm, rmsnorm, rope, softmax, swiglu
 from launch.__main__ import main
 from tests.kernel_check import hostile_kernels
+
+judge = importlib.import_module("distlab.kernel_check.judge")
+report_module = importlib.import_module("distlab.kernel_check.report")
 
 OURS = {
     "softmax": softmax.softmax,
@@ -83,6 +88,34 @@ def test_a_kernel_that_hangs_or_dies_costs_its_input_alone(function, kind, detai
     assert (finding["kind"], finding["detail"]) == (kind, detail)
     if function != "prints_without_end":
         assert finding["smallest"] == "N=3 D=64, fp32" and answer["right"] > 30
+
+
+def test_a_kernel_that_breaks_the_gpu_costs_its_input_alone(capsys):
+    code, answer = examined("breaks_the_gpu", capsys)
+    (finding,) = answer["findings"]
+    assert code == 1 and finding["kind"] == BREAKS_GPU and finding["inputs"] == 1
+    # It returned the right result, and another process went on with the next input.
+    assert finding["smallest"] == "N=3 D=64, fp32" and answer["right"] > 30
+    assert answer["not_tried"] == 0
+
+
+@pytest.mark.parametrize("where", ["plain", "smaller"])
+def test_nothing_runs_on_a_broken_gpu(where, monkeypatch):
+    """The input that broke it is named, also where it is one that makes another smaller."""
+    is_broken = False
+
+    def kernel(x, weight):
+        nonlocal is_broken
+        is_broken = is_broken or where == "plain" or x.numel() == 1
+        result = hostile_kernels.right(x, weight)
+        return result if where == "plain" else result + 1
+
+    for module in (judge, report_module):
+        monkeypatch.setattr(module, "works", lambda device: not is_broken)
+    report = check_kernel(kernel, "rms_norm", count=0, device="cpu")
+    smallest = report.findings[BREAKS_GPU].smallest
+    assert is_broken and report.wrong[BREAKS_GPU] == 1 and report.left > 0 and str(report)
+    assert smallest == ("N=2 D=64, fp32" if where == "plain" else "N=1 D=1, fp32")
 
 
 def test_a_right_kernel_passes_the_command(capsys):
