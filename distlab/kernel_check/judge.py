@@ -47,9 +47,9 @@ class Outcome:
     Attributes:
         case: the input.
         status: `right`, `refused` (it raised an error, which a kernel may for an input that it does
-            not support) or `wrong`.
+            not support), `wrong`, or `not tried` (the device is too small).
         kind: what is wrong, in two or three words. Empty unless it is wrong.
-        detail: sentence with numbers.
+        detail: sentence with numbers, or the reason why it was not tried.
         differs: largest difference between two runs on the same input, 0 for equal bits.
         has_backward: True if gradients were compared.
     """
@@ -225,11 +225,11 @@ def run(call: Function, operation: Operation, case: Case, tensors: Sequence[Tens
     for argument, tensor in zip(operation.arguments, tensors, strict=True):
         wants_gradient = case.upstream is not None and argument.has_gradient
         leaves.append(tensor.detach().requires_grad_(wants_gradient))
-    results = _as_tuple(call(*leaves))
+    results = as_tuple(call(*leaves))
     gradients = {}
     with_graph = [result for result in results if result.requires_grad]
     if case.upstream is not None and with_graph:
-        upstream = [_upstream(result, case) for result in with_graph]
+        upstream = [upstream_of(result, case) for result in with_graph]
         torch.autograd.backward(with_graph, upstream)
         for argument, leaf in zip(operation.arguments, leaves, strict=True):
             if argument.has_gradient:
@@ -240,7 +240,12 @@ def run(call: Function, operation: Operation, case: Case, tensors: Sequence[Tens
     return Run(tuple(result.detach() for result in results), gradients)
 
 
-def _as_tuple(results: Any) -> tuple[Tensor, ...]:
+def as_tuple(results: Any) -> tuple[Tensor, ...]:
+    """Return the tensors that a kernel returned.
+
+    Raises:
+        Wrong: it returned something else.
+    """
     found = results if isinstance(results, tuple | list) else (results,)
     for result in found:
         if not isinstance(result, Tensor):
@@ -254,7 +259,7 @@ def _bits_around(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
-def _upstream(result: Tensor, case: Case) -> Tensor:
+def upstream_of(result: Tensor, case: Case) -> Tensor:
     """Return the gradient that a backward is given, in the layout of the case."""
     generator = torch.Generator().manual_seed(1000 + case.seed)
     if case.upstream == "expanded":  # as of `result.sum()`
@@ -389,13 +394,13 @@ def _reference(
             copy = _rounded(copy.to(dtype)) if is_rounded else copy.to(dtype)
         wants_gradient = case.upstream is not None and argument.has_gradient
         leaves.append(copy.requires_grad_(wants_gradient))
-    results = _as_tuple(operation.exact(*leaves))
+    results = as_tuple(operation.exact(*leaves))
     gradients = {}
     if case.upstream is not None:
         # Drawn in the dtype of the case, so that all runs have the same.
         upstream = []
         for result in results:
-            gradient = _upstream(result.detach().to(DTYPES[case.dtype]), case).to(result.dtype)
+            gradient = upstream_of(result.detach().to(DTYPES[case.dtype]), case).to(result.dtype)
             upstream.append(_rounded(gradient) if is_rounded else gradient)
         torch.autograd.backward(results, upstream)
         for argument, leaf in zip(operation.arguments, leaves, strict=True):

@@ -11,6 +11,7 @@ import torch
 
 from distlab.kernel_check.hostile import Case, cases, simpler
 from distlab.kernel_check.judge import BREAKS_GPU, Function, Outcome, judge, reads_outside, works
+from distlab.kernel_check.large import judge_large, large_case
 from distlab.kernel_check.operations import Operation, operation_of
 
 MOST_KINDS = 6  # mistakes whose input is reduced and shown
@@ -45,6 +46,7 @@ class Report:
         differs: largest difference between two runs on equal inputs.
         has_backward: True if gradients were compared.
         left: number of cases that were not tried because the time was over.
+        too_large: reason why the large input was not tried. Empty if it was, and on a CPU.
     """
 
     operation: str
@@ -56,6 +58,7 @@ class Report:
     differs: float = 0.0
     has_backward: bool = False
     left: int = 0
+    too_large: str = ""
 
     @property
     def is_right(self) -> bool:
@@ -79,6 +82,8 @@ class Report:
         elif status == "refused":
             self.refused += 1
             self.refusals[detail] = self.refusals.get(detail, 0) + 1
+        elif status == "not tried":
+            self.too_large = detail
         else:
             self.wrong[kind] = self.wrong.get(kind, 0) + 1
 
@@ -116,6 +121,8 @@ class Report:
             )
         if self.left:
             lines.append(f"  {self.left} inputs were not tried, because the time was over")
+        if self.too_large:
+            lines.append(f"  not tried: {self.too_large}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,6 +141,7 @@ class Report:
             "refusals": self.refusals,
             "differs": self.differs,
             "not_tried": self.left,
+            "too_large": self.too_large,
         }
 
 
@@ -202,7 +210,7 @@ def examine(
     rest: Callable[[int], None],
     skipped: int = 0,
 ) -> None:
-    """Run a kernel on every case.
+    """Run a kernel on every case, and at the end on a large one if there is a GPU.
 
     Args:
         backward, count, seed, seconds: as in `check_kernel`.
@@ -238,6 +246,14 @@ def examine(
             if not works(device):  # a smaller input broke it
                 rest(len(planned) - number - 1)
                 return
+    if device.type != "cuda" or skipped > len(planned):
+        return
+    case = large_case(operation, backward=backward)
+    begin(len(planned), case)
+    outcome = judge_large(function, operation, case, device)
+    end(outcome)
+    if outcome.status == "wrong":  # smaller inputs have been tried
+        found(Finding(outcome.kind, str(case), outcome.detail))
 
 
 def dtypes_on(device: torch.device) -> tuple[str, ...]:
