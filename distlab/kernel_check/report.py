@@ -157,6 +157,8 @@ def check_kernel(
 ) -> Report:
     """Examine a function on hostile inputs, in this process.
 
+    On a GPU with 24 to 40 GiB of free memory, the last input has more than 2³¹ elements.
+
     Args:
         function: function of the operation's tensors, or a subclass of `torch.autograd.Function`.
         operation: name of the operation that it claims to be, see `OPERATIONS`.

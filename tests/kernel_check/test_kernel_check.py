@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,6 +65,12 @@ def test_what_a_kernel_must_not_do_is_named(function, kind):
     assert report.findings[kind].smallest == "N=1 D=1, fp32"
 
 
+@pytest.fixture(autouse=True)
+def away(tmp_path, monkeypatch):
+    """Write the pages of runs into a folder of the test."""
+    monkeypatch.chdir(tmp_path)
+
+
 def examined(function, capsys, *options):
     """Exit code, and the answer of `distlab kernel` as JSON."""
     name = f"tests.kernel_check.hostile_kernels:{function}"
@@ -118,9 +125,28 @@ def test_nothing_runs_on_a_broken_gpu(where, monkeypatch):
     assert smallest == ("N=2 D=64, fp32" if where == "plain" else "N=1 D=1, fp32")
 
 
-def test_a_right_kernel_passes_the_command(capsys):
-    code, answer = examined("right", capsys)
+def test_a_right_kernel_passes_the_command_and_has_a_page(capsys, tmp_path):
+    code, answer = examined("right", capsys, "--time", "--name", "mine")
     assert code == 0 and answer["is_right"] and answer["wrong"] == 0 and answer["has_backward"]
+    times = {(row["variant"], row["direction"]): row for row in answer["times"]}
+    assert times["yours", "fwd"]["status"] == times["yours", "bwd"]["status"] == "ok", times
+    assert {variant for variant, _ in times} == {"ours", "naive", "builtin", "yours"}
+    page = tmp_path / "outputs" / "kernel" / "mine" / "report.html"
+    assert answer["page"] == str(page.relative_to(tmp_path))
+    assert "right: as rms_norm" in page.read_text() and "% of copy" in page.read_text()
+    # `distlab show` and the list of runs know it
+    assert main(["show", "kernel/mine"]) == 0 and "yours" in capsys.readouterr().out
+    assert main(["runs"]) == 0 and "kernel/mine" in capsys.readouterr().out
+
+
+def test_a_wrong_kernel_ends_with_its_page(capsys):
+    name = "tests.kernel_check.hostile_kernels:changes_its_input"
+    assert main(["kernel", name, "--as", "rms_norm", "--device", "cpu", "--count", "0"]) == 1
+    *lines, last = capsys.readouterr().out.strip().splitlines()
+    assert any("changes an input" in line for line in lines) and last.startswith("report: outputs")
+    page = Path(last.removeprefix("report: ")).read_text()
+    assert "WRONG: as rms_norm" in page and "N=1 D=1, fp32" in page
+    assert "% of copy" not in page  # on a CPU only where it is asked for
 
 
 @pytest.mark.parametrize(
