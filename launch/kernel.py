@@ -20,21 +20,24 @@ Exit code 1 when something is wrong. In a test: `distlab.kernel_check.check_kern
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from distlab.bench.task import check_name
+from distlab.experiment import lone_context, run_folder
 from distlab.kernel_check import OPERATIONS
 from distlab.kernel_check.child import Examination, examined
 from distlab.kernel_check.judge import BREAKS_GPU
 from distlab.options import SEED, Options, config_from, option, parser_of, unknown
 from distlab.report.terminal import say_table
-from distlab.runs import check_names, make_folder
-from launch.kernel_page import write_page
+from distlab.runs import check_names
+from launch.kernel_page import NAME, write_page
 from launch.kernel_timing import Timing, timed
 from launch.runs import refresh_index
 
@@ -90,7 +93,18 @@ def main(arguments: Sequence[str]) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this machine has no GPU; leave it out, or give cpu")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    folder = make_folder(options.out, "kernel", options.name)
+    with run_folder(lone_context(device), options.out, NAME, options.name) as folder:
+        return examine_and_time(options, device, folder)
+
+
+def examine_and_time(options: KernelOptions, device: str, folder: Path) -> int:
+    """Examine and time a kernel, write its page and print the results. Return the exit code.
+
+    Args:
+        options: options of the command.
+        device: `cuda` or `cpu`.
+        folder: folder of the run.
+    """
     progress = Progress(is_quiet=options.json)
     report, printed = examined(
         Examination(
@@ -135,13 +149,20 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def times_of(timing: Timing) -> list[dict[str, Any]]:
-    """Return the rows of the timing as plain values, for JSON."""
+    """Return the rows of the timing as plain values, for JSON. NaN becomes None."""
     rows = []
     for record in timing.records:
-        numbers = {k: v for k, v in record.metrics.items() if not isinstance(v, list)}
-        at = record.config.get("label") or record.config["shape"]
-        direction = record.config.get("direction")
-        rows.append({"at": at, "direction": direction, "variant": record.variant, **numbers})
+        row = {
+            "at": record.config.get("label") or record.config["shape"],
+            "direction": record.config.get("direction"),
+            "variant": record.variant,
+        }
+        for name, value in record.metrics.items():
+            if isinstance(value, list):
+                continue  # samples
+            is_number = not isinstance(value, float) or math.isfinite(value)
+            row[name] = value if is_number else None
+        rows.append(row)
     return rows
 
 

@@ -159,10 +159,10 @@ def test_a_wrong_kernel_ends_with_its_page(capsys):
         (["no_such_module:b", "--as", "rms_norm"], "the import of no_such_module failed"),
     ],
 )
-def test_a_mistake_in_the_command_is_one_line(arguments, said, capsys):
+def test_a_mistake_in_the_command_is_one_line(arguments, said, capsys, tmp_path):
     assert main(["kernel", *arguments]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert said in line
+    assert said in line and not list(tmp_path.glob("outputs/kernel/*"))
 
 
 def test_the_operations_are_listed(capsys):
