@@ -116,8 +116,8 @@ def judge_large(
 
     outcome = guarded_outcome(case, device, work)
     if outcome.status == "wrong":
-        compared = ", ".join(f"{part.start} and {part.stop - 1}" for part in parts)
-        detail = f"{outcome.detail} (compared: rows {compared} of the first dimension)"
+        compared = ", ".join(f"{part.start}, {part.stop - 1}" for part in parts)
+        detail = f"{outcome.detail}. Rows are counted among those compared: {compared}"
         return Outcome(case, "wrong", outcome.kind + ABOVE, detail)
     return outcome
 

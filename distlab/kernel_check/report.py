@@ -254,6 +254,8 @@ def examine(
     begin(len(planned), case)
     outcome = judge_large(function, operation, case, device)
     end(outcome)
+    if works(device):
+        torch.cuda.empty_cache()  # tens of GiB, which the process of a test would keep
     if outcome.status == "wrong":  # smaller inputs have been tried
         found(Finding(outcome.kind, str(case), outcome.detail))
 
