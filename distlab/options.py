@@ -287,8 +287,9 @@ def _add_argument(
         "default": argparse.SUPPRESS,
     }
     if option.kind is bool:
-        # --no-x exists only where x is the default.
-        keywords["action"] = argparse.BooleanOptionalAction if default else "store_true"
+        # --no-x exists only where x is the default, or where None lets the command decide.
+        has_no = default is None or default
+        keywords["action"] = argparse.BooleanOptionalAction if has_no else "store_true"
     else:
         keywords["type"] = option.read_several if option.takes_several else option.read
         name = option.name if option.declaration.positional else option.flag.lstrip("-")

@@ -4,6 +4,7 @@
     distlab run attention_sweep --preset twelve   # the twelve shapes that the geometric mean is of
     distlab run attention_sweep --preset memory   # bytes, with a count of tensors by hand
     distlab run attention_sweep --name shapes     # the record; again: resumes
+    distlab run attention_sweep --shapes 2x32x2048x128 --yours my_kernels:attention
 
 A shape is BATCHxHEADS[:KEY HEADS]xQUERIES[:KEYS]xHEAD DIM, causal unless it ends in /full,
 /window=W or /documents=N. For each variant: time of forward + backward called in a loop, as a model
@@ -35,6 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distlab.bench.task import check_name, factory_of
 from distlab.experiment import (
     Column,
     Experiment,
@@ -46,6 +48,8 @@ from distlab.experiment import (
     headline_from,
     option,
 )
+from distlab.kernel_check import OPERATIONS
+from distlab.kernel_check.judge import call_of
 from distlab.measure import Pace, allocated_bytes, attempt, call_ms, peak_memory, sample_rounds
 from distlab.measure.clock import replayed
 from distlab.report import (
@@ -66,7 +70,17 @@ from distlab.report import (
     why_unclear,
     with_interval,
 )
-from experiments._attention import VARIANTS, Attention, Shape, build, errors, exact, inputs, suits
+from experiments._attention import (
+    VARIANTS,
+    Attention,
+    Shape,
+    build,
+    errors,
+    exact,
+    inputs,
+    last_head,
+    suits,
+)
 from kernels.flash_attention import hopper
 from kernels.flash_attention.options import Problem
 
@@ -120,6 +134,9 @@ class AttentionSweepConfig(Options):
     variants: tuple[str, ...] = option(
         ("sdpa", "sdpa-cudnn", "sdpa-flash", "flex", "ours"), "functions to time", choices=VARIANTS
     )
+    yours: str | None = option(
+        None, "your own function of (q, k, v[, is_causal]), my_kernels:attention, as one more row"
+    )
     rounds: int = option(7, "interleaved rounds", least=3)
     warm: int = option(0, "processes that compile everything before the timing", least=0)
 
@@ -127,10 +144,23 @@ class AttentionSweepConfig(Options):
         super().__post_init__()
         for text in self.shapes:
             Shape.parse(text)
+        if self.yours is not None:
+            check_name(self.yours, "--yours")
 
     def rows(self, shape: Shape, dtype: str) -> list[str]:
         """Return the variants that are defined for a shape and dtype."""
-        return [variant for variant in self.variants if suits(variant, shape, dtype)]
+        found = [variant for variant in self.variants if suits(variant, shape, dtype)]
+        # A user's function takes no mask, and as many key heads as heads.
+        if self.yours and shape.is_plain and shape.heads == shape.kv_heads:
+            found.append("yours")
+        return found
+
+    def function(self, variant: str, shape: Shape, device: str) -> Attention:
+        """Return the function of a variant at a shape."""
+        if variant != "yours":
+            return build(variant, shape, device)
+        operation = OPERATIONS["causal_attention" if shape.causal else "attention"]
+        return call_of(factory_of(self.yours, "--yours"), operation)
 
 
 def both(fn: Attention, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
@@ -176,11 +206,19 @@ def predicted_memory(variant: str, shape: Shape, dtype: str) -> dict[str, int]:
 
 
 def of_shape(
-    shape: Shape, dtype: str, variants: list[str], rounds: int, device: str
+    shape: Shape,
+    dtype: str,
+    variants: list[str],
+    rounds: int,
+    device: str,
+    function: Callable[[str, Shape, str], Attention] = build,
 ) -> dict[str, dict[str, Any]]:
     """Return variant → its metrics, or a `status` that says what it refuses.
 
     Times on a CPU are wall times only.
+
+    Args:
+        function: function of variant, shape and device that returns what to time.
     """
     case = inputs(shape, dtype, device)
     expected = exact(shape, *case)
@@ -190,7 +228,9 @@ def of_shape(
 
     def prepare(variant: str) -> dict[str, Any]:
         nonlocal last
-        fn = build(variant, shape, device)
+        fn = function(variant, shape, device)
+        if variant == "yours" and not fn(*case[:3]).requires_grad:
+            return prepare_forward(variant, fn)
         whole = partial(both, fn, *case)
         # autograd's own thread drops gradients a little later
         with torch.autograd.set_multithreading_enabled(False):
@@ -218,15 +258,38 @@ def of_shape(
         clocks[variant] = partial(sample_once, whole, graphs)
         return metrics
 
+    def prepare_forward(variant: str, fn: Attention) -> dict[str, Any]:
+        """Prepare a user's function that has no backward."""
+        forward = partial(fn, *case[:3])
+        error = (last_head(forward(), shape) - expected[0]).abs().max().item()
+        metrics = {"max_abs_error": error}
+        graphs = {} if device == "cpu" else {"fwd_device": replayed(forward, beside=last)}
+        clocks[variant] = partial(sample_forward, forward, graphs)
+        return metrics
+
     found = {variant: attempt(partial(prepare, variant)) for variant in variants}
     for variant, metrics in sample_rounds(clocks, rounds).items():
         # This status can be OOM although the first call succeeded: now the graphs take memory too.
         found[variant] |= metrics
     for variant, metrics in found.items():
-        if "fwd_device_p50_ms" in metrics:
+        if "fwd_bwd_device_p50_ms" in metrics:
             metrics |= rates(shape, metrics["fwd_device_p50_ms"], metrics["fwd_bwd_device_p50_ms"])
         metrics |= predicted_memory(variant, shape, dtype)
+    if "yours" in clocks:
+        after = attempt(partial(error_after, function("yours", shape, device), case, shape))
+        if after["status"] != "ok":
+            found["yours"]["status"] = after["status"]
+        # 0.05: outputs are means of values of deviation 1, and rounded to bf16
+        elif not after["error"] <= 0.05:
+            found["yours"]["status"] = f"WRONG after timing: error {after['error']:.1e}"
     return found
+
+
+def error_after(fn: Attention, case: Sequence[Tensor], shape: Shape) -> dict[str, float]:
+    """Return the error of a user's function on other inputs: it may remember earlier results."""
+    q, k, v, do = [x.detach().flip(0, 2) for x in case]
+    o, *_ = exact(shape, q, k, v, do)
+    return {"error": (last_head(fn(q, k, v), shape) - o).abs().max().item()}
 
 
 def sample_once(
@@ -234,6 +297,16 @@ def sample_once(
 ) -> dict[str, list[float]]:
     """Return ms of one round: by the wall and the host, and of two replays of each graph."""
     samples = call_ms(whole, 1)
+    for name, replay in graphs.items():
+        samples[name] = replay(2)
+    return samples
+
+
+def sample_forward(
+    forward: Callable[[], Any], graphs: Mapping[str, Callable[[int], list[float]]]
+) -> dict[str, list[float]]:
+    """Return ms of one round of a forward alone: `sample_once` under other names."""
+    samples = {f"fwd_{name}": ms for name, ms in call_ms(forward, 1).items()}
     for name, replay in graphs.items():
         samples[name] = replay(2)
     return samples
@@ -281,9 +354,14 @@ def ours_over(ours: Record, peer: Record) -> dict[str, float]:
     return metrics
 
 
+def is_peer(record: Record) -> bool:
+    """Return whether a row is neither ours nor a user's."""
+    return record.variant != "yours" and not record.variant.startswith("ours")
+
+
 def against_fastest(ours: Record, rows: Sequence[Record]) -> dict[str, Any]:
     """Return the fastest peer of a shape, its time in ms and ours over it."""
-    peers = [row for row in rows if not row.variant.startswith("ours")]
+    peers = [row for row in rows if is_peer(row)]
     peer = fastest(peers, "fwd_bwd_device_p50_ms")
     if peer is None:
         return {}
@@ -300,6 +378,8 @@ def against_fastest(ours: Record, rows: Sequence[Record]) -> dict[str, Any]:
 def measure(config: AttentionSweepConfig, context: RankContext, run: Run) -> None:
     """Add a row per shape, dtype and variant, with the reason in `status` if it fails."""
     device = context.device.type
+    if config.yours is not None:
+        factory_of(config.yours, "--yours")  # before anything is measured
     if config.warm:
         warm(config, device)
     cases = list(itertools.product(config.dtypes, config.shapes))
@@ -308,7 +388,8 @@ def measure(config: AttentionSweepConfig, context: RankContext, run: Run) -> Non
         shape = Shape.parse(text)
         variants = config.rows(shape, dtype)
         if not all(run.done(variant, shape=text, dtype=dtype) for variant in variants):
-            for variant, metrics in of_shape(shape, dtype, variants, config.rounds, device).items():
+            measured = of_shape(shape, dtype, variants, config.rounds, device, config.function)
+            for variant, metrics in measured.items():
                 run.add(
                     variant,
                     metrics,
@@ -348,7 +429,7 @@ def warm(config: AttentionSweepConfig, device: str) -> None:
 
 def crossovers(records: list[Record]) -> list[str]:
     """Name the rows that are faster than ours by wall time, and count the undecided ones."""
-    compared = [record for record in records if "ours_over_wall" in record.metrics]
+    compared = [r for r in records if is_peer(r) and "ours_over_wall" in r.metrics]
     slower = [record for record in compared if verdict_of(record, "ours_over_wall") == SLOWER]
     unclear = [record for record in compared if verdict_of(record, "ours_over_wall") == UNCLEAR]
     found = []
@@ -363,6 +444,33 @@ def crossovers(records: list[Record]) -> list[str]:
             f"This run cannot tell which is faster in {len(unclear)} of {len(compared)} rows of "
             f"peers, by the wall. {why_unclear(unclear, 'ours_over_wall')}"
         )
+    return found
+
+
+def findings(records: Sequence[Record]) -> list[str]:
+    """Say how a user's function compares, then which peers are faster than ours."""
+    return yours(records) + crossovers(records)
+
+
+def yours(records: Sequence[Record]) -> list[str]:
+    """Compare a user's function with ours at each shape, by the best clock that there is."""
+    found = []
+    for record in records:
+        if record.variant != "yours":
+            continue
+        where = f"Yours at {record.config['shape']}"
+        if record.metrics["status"] != "ok":
+            found.append(f"{where}: {record.metrics['status']}.")
+            continue
+        for name, what in (
+            ("ours_over_device", "forward and backward, on the device"),
+            ("ours_over_fwd", "forward, on the device"),
+            ("ours_over_wall", "forward and backward, called in a loop"),
+        ):
+            if name in record.metrics:
+                ratio = with_interval(record, name)
+                found.append(f"{where}: the lab's kernel takes {ratio} of its time ({what}).")
+                break
     return found
 
 
@@ -408,7 +516,7 @@ def wrong(records: list[Record]) -> list[str]:
 
 def _above_peers(case: str, name: str, rows: Sequence[Record]) -> list[str]:
     """Name the rows whose error `name` is above three times the largest of the peers among them."""
-    peers = [row.metrics[name] for row in rows if not row.variant.startswith("ours")]
+    peers = [row.metrics[name] for row in rows if is_peer(row)]
     if not peers:
         return []
     limit = 3 * max(peers) + 1e-5
@@ -561,7 +669,7 @@ VIEW = View(
         "memory.png": partial(draw, metric="peak_alloc_bytes", label="peak bytes"),
     },
     derive=compare,
-    findings=crossovers,
+    findings=findings,
     reading="Wall is one forward and backward of many in a loop; host is until Python has issued "
     "it, and decides where it exceeds the device's: such rows are marked. Device times are replays "
     "of a CUDA graph with a warm L2; backward is forward + backward minus forward. Ours / it is "

@@ -12,7 +12,7 @@ Without installing, the same is `python -m launch`.
     distlab tables [--check]                    redraw the tables of the pages from records/
     distlab train | sample [options]            train a model; continue a text by a trained one
     distlab check MODEL [--wrap WRAPPER]        are your parallel code's gradients right?
-    distlab kernel KERNEL --as OPERATION        is your kernel right on unusual inputs?
+    distlab kernel KERNEL --as OPERATION        is your kernel right on any input, and how fast?
     distlab grade FOLDER                        which invariants does a course submission keep?
     distlab trace FILE… [--against FILE…]       where does a traced step's time go, and why?
     distlab memory SNAPSHOT                     what holds your GPU's memory, and what grows?
@@ -270,6 +270,8 @@ def view_of(name: str) -> View:
     """Return the view of records with that name. Raise ValueError if no experiment makes such."""
     if name == "train":
         return importlib.import_module("launch.trainer").VIEW
+    if name == "kernel":
+        return importlib.import_module("launch.kernel_page").VIEW
     return load(maker_of(name)).EXPERIMENT.views()[name]
 
 

@@ -1,4 +1,4 @@
-"""Is my kernel right, also on inputs that its own test does not have?
+"""Is my kernel right, also on inputs that its own test does not have, and how fast is it?
 
     distlab kernel my_kernels:rms_norm --as rms_norm
     distlab kernel my_kernels:FlashAttention --as causal_attention --seconds 300
@@ -8,25 +8,42 @@ The function is imported from the working directory first. It is Triton, CUDA or
 function of the operation's tensors, or a subclass of torch.autograd.Function. It runs in a process
 of its own, interpreted where there is no GPU, on sizes around tiles, large means, masked rows,
 strided inputs and gradients, and other dtypes. Results and gradients are compared with float64, and
-errors with those of torch's own operation. An input that it refuses with an error is no mistake.
+errors with those of torch's own operation. An input that it refuses with an error is no mistake. A
+GPU with enough memory also gets tensors of more than 2**31 elements.
+
+On a GPU the kernel is then timed next to this lab's, torch's and installed peers, by the experiment
+kernel_roofline, or attention_sweep for attention. On a CPU that takes --time, and the sizes are
+small. All results are in a page.
 
 Exit code 1 when something is wrong. In a test: `distlab.kernel_check.check_kernel`.
 """
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from distlab.bench.task import check_name
+from distlab.experiment import lone_context, run_folder
 from distlab.kernel_check import OPERATIONS
 from distlab.kernel_check.child import Examination, examined
+from distlab.kernel_check.judge import BREAKS_GPU
 from distlab.options import SEED, Options, config_from, option, parser_of, unknown
+from distlab.report.terminal import say_table
+from distlab.runs import check_names
+from launch.kernel_page import NAME, write_page
+from launch.kernel_timing import Timing, timed
+from launch.runs import refresh_index
 
 MOST_PRINTED = 2_000  # characters of what the kernel printed that are shown
+# what is wrong with a kernel that is not timed
+FATAL = ("does not end", "ends the process", "prints", BREAKS_GPU)
 
 
 @dataclass(frozen=True)
@@ -45,8 +62,15 @@ class KernelOptions(Options):
     device: str | None = option(
         None, "device to run on [cuda if there is a GPU]", choices=("cuda", "cpu")
     )
+    time: bool | None = option(None, "say how fast it is [on a GPU]")
+    out: str = option("outputs", "folder for all results")
+    name: str | None = option(None, "name of this run")
     list: bool = option(False, "list the operations with their signatures")
     json: bool = option(False, "print only the line of JSON")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_names(self.out, self.name)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,6 +93,19 @@ def main(arguments: Sequence[str]) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this machine has no GPU; leave it out, or give cpu")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    with run_folder(lone_context(device), options.out, NAME, options.name) as folder:
+        return examine_and_time(options, device, folder)
+
+
+def examine_and_time(options: KernelOptions, device: str, folder: Path) -> int:
+    """Examine and time a kernel, write its page and print the results. Return the exit code.
+
+    Args:
+        options: options of the command.
+        device: `cuda` or `cpu`.
+        folder: folder of the run.
+    """
+    progress = Progress(is_quiet=options.json)
     report, printed = examined(
         Examination(
             options.kernel,
@@ -80,15 +117,53 @@ def main(arguments: Sequence[str]) -> int:
             device,
         ),
         case_s=options.case_seconds,
-        progress=Progress(is_quiet=options.json),
+        progress=progress,
     )
+    timing = Timing()
+    if options.time or (options.time is None and device == "cuda"):
+        fatal = [kind for kind in report.wrong if kind in FATAL]
+        if fatal:
+            timing = Timing(problem=f"not timed: it {fatal[0]}")
+        else:
+            progress("timing")
+            timing = timed(options.kernel, options.operation, device, options.out, folder.name)
+    progress.close()
+    page = write_page(folder, options.kernel, device, options.seed, report, timing)
+    refresh_index(options.out)
+    code = 0 if report.is_right and not timing.is_wrong else 1
     if options.json:
-        print(json.dumps({"kernel": options.kernel, "device": device} | report.to_dict()))
-        return 0 if report.is_right else 1
+        answer = {"kernel": options.kernel, "device": device, **report.to_dict()}
+        answer |= {"times": times_of(timing), "not_timed": timing.problem, "page": str(page)}
+        print(json.dumps(answer))
+        return code
     if printed.strip():
         print(f"{options.kernel} printed:\n{printed[-MOST_PRINTED:].rstrip()}\n")
     print(f"{options.kernel} {report}")
-    return 0 if report.is_right else 1
+    if timing.view is not None:
+        print()
+        say_table(timing.view, timing.records)
+    for sentence in timing.sentences:
+        print(sentence)
+    print(f"report: {page}")
+    return code
+
+
+def times_of(timing: Timing) -> list[dict[str, Any]]:
+    """Return the rows of the timing as plain values, for JSON. NaN becomes None."""
+    rows = []
+    for record in timing.records:
+        row = {
+            "at": record.config.get("label") or record.config["shape"],
+            "direction": record.config.get("direction"),
+            "variant": record.variant,
+        }
+        for name, value in record.metrics.items():
+            if isinstance(value, list):
+                continue  # samples
+            is_number = not isinstance(value, float) or math.isfinite(value)
+            row[name] = value if is_number else None
+        rows.append(row)
+    return rows
 
 
 class Progress:

@@ -87,8 +87,7 @@ class _Watched:
     def blame(self, kind: str, detail: str) -> None:
         """Add a mistake that the child cannot report itself, on the input that ran."""
         self.report.add_counts("wrong", kind, detail, 0.0, False)
-        if kind not in self.report.findings:
-            self.report.add_finding(Finding(kind, self.case or "(before the first)", detail))
+        self.report.add_finding(Finding(kind, self.case or "(before the first)", detail))
 
 
 def examined(
@@ -113,6 +112,7 @@ def examined(
     with tempfile.TemporaryFile() as output:
         skipped = work.skipped
         for _ in range(MOST_RESTARTS + 1):
+            report.leave(0)  # what the child before left, this one tries
             ended = _run_child(work, skipped, watched, output, case_s)
             if watched.error:
                 raise ValueError(watched.error)

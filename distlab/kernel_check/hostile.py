@@ -239,7 +239,7 @@ def _values(
     if argument.role == "small":
         return 0.1 * normal
     if argument.role in ("cosines", "sines"):
-        return _rope_table(argument.role, *shape)
+        return rope_table(argument.role, *shape)
     kind = case.values
     if kind == "mean 1,000":
         return 1000 + normal
@@ -276,7 +276,8 @@ def _targets(count: int, classes: int, case: Case, generator: torch.Generator) -
     return targets
 
 
-def _rope_table(role: str, length: int, width: int) -> Tensor:
+def rope_table(role: str, length: int, width: int) -> Tensor:
+    """Return the table (length, width) of rope for `cosines` or `sines`, in float64."""
     rates = 10_000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = torch.arange(length, dtype=torch.float64)[:, None] * rates
     if role == "cosines":

@@ -47,9 +47,9 @@ class Outcome:
     Attributes:
         case: the input.
         status: `right`, `refused` (it raised an error, which a kernel may for an input that it does
-            not support) or `wrong`.
+            not support), `wrong`, or `not tried` (the device is too small).
         kind: what is wrong, in two or three words. Empty unless it is wrong.
-        detail: sentence with numbers.
+        detail: sentence with numbers, or the reason why it was not tried.
         differs: largest difference between two runs on the same input, 0 for equal bits.
         has_backward: True if gradients were compared.
     """
@@ -87,32 +87,67 @@ def judge(function: Function, operation: Operation, case: Case, device: torch.de
     """
     tensors = drawn(case, operation, device)
     call = call_of(function, operation)
+    # Before the kernel runs, and kept on the CPU: a kernel that writes anywhere cannot change it.
     expected = Expected(operation, case, tensors)
+
+    def work() -> Outcome:
+        return _outcome(call, operation, case, tensors, expected)
+
+    return guarded_outcome(case, device, work)
+
+
+def guarded_outcome(case: Case, device: torch.device, work: Callable[[], Outcome]) -> Outcome:
+    """Return the outcome of `work`, which runs a kernel, or that of its error.
+
+    A GPU reports an illegal access late: by the next call that waits for it, or by none of this
+    input. So it is asked before this input is left, whatever `work` returned.
+    """
+    try:
+        outcome = work()
+    except Wrong as wrong:
+        outcome = Outcome(case, "wrong", wrong.kind, wrong.detail)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        detail = f"{type(error).__name__}: {lines[0][:200]}"
+        outcome = Outcome(case, "refused", "raises", detail)
+    if not works(device):
+        detail = outcome.detail or "it returned, and then every call of the GPU failed"
+        return Outcome(case, "wrong", BREAKS_GPU, detail)
+    return outcome
+
+
+def _outcome(
+    call: Function,
+    operation: Operation,
+    case: Case,
+    tensors: Sequence[Tensor],
+    expected: "Expected",
+) -> Outcome:
+    """Return the outcome of a kernel that does not raise.
+
+    Raises:
+        Exception: the kernel's own.
+    """
     has_backward = False
     try:
         if case.is_repeated:
-            others = drawn(replace(case, seed=case.seed + 1), operation, device)
+            other = replace(case, seed=case.seed + 1)
+            others = drawn(other, operation, tensors[0].device)
             run(call, operation, case, others)
         # First with guards, which catch what would otherwise destroy memory of others.
-        guarded = guarded_run(call, operation, case, tensors, NAN)
+        guarded = guarded_run(call, operation, case, tensors, NAN).to_cpu()
         has_backward = guarded.has_backward
         if expected.is_nan_of(guarded):
-            zeroed = guarded_run(call, operation, case, tensors, 0)
+            zeroed = guarded_run(call, operation, case, tensors, 0).to_cpu()
             if not expected.is_nan_of(zeroed):
                 raise Wrong(
                     "uninitialised memory",
                     "it returns NaN if the memory that it allocates with torch.empty holds NaN",
                 )
-        found = run(call, operation, case, tensors)
+        found = run(call, operation, case, tensors).to_cpu()
         expected.compare(found)
     except Wrong as wrong:
         return Outcome(case, "wrong", wrong.kind, wrong.detail, has_backward=has_backward)
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        detail = f"{type(error).__name__}: {lines[0][:200]}"
-        if not works(device):
-            return Outcome(case, "wrong", BREAKS_GPU, detail)
-        return Outcome(case, "refused", "raises", detail)
     return Outcome(case, "right", differs=differences(found, guarded), has_backward=has_backward)
 
 
@@ -121,7 +156,7 @@ def works(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     try:
-        torch.ones(1, device=device).sum().item()
+        torch.cuda.synchronize(device)
     except RuntimeError:
         return False
     return True
@@ -164,12 +199,19 @@ class Run:
     """Results of one call, and the gradients of its differentiable arguments."""
 
     results: tuple[Tensor, ...]
-    gradients: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
 
     @property
     def has_backward(self) -> bool:
         """True if a backward ran."""
         return bool(self.gradients)
+
+    def to_cpu(self) -> "Run":
+        """Return the same on the CPU. It waits for the GPU, and raises what went wrong there."""
+        gradients = {}
+        for name, gradient in self.gradients.items():
+            gradients[name] = None if gradient is None else gradient.cpu()
+        return Run(tuple(result.cpu() for result in self.results), gradients)
 
 
 def run(call: Function, operation: Operation, case: Case, tensors: Sequence[Tensor]) -> Run:
@@ -183,11 +225,11 @@ def run(call: Function, operation: Operation, case: Case, tensors: Sequence[Tens
     for argument, tensor in zip(operation.arguments, tensors, strict=True):
         wants_gradient = case.upstream is not None and argument.has_gradient
         leaves.append(tensor.detach().requires_grad_(wants_gradient))
-    results = _as_tuple(call(*leaves))
+    results = as_tuple(call(*leaves))
     gradients = {}
     with_graph = [result for result in results if result.requires_grad]
     if case.upstream is not None and with_graph:
-        upstream = [_upstream(result, case) for result in with_graph]
+        upstream = [upstream_of(result, case) for result in with_graph]
         torch.autograd.backward(with_graph, upstream)
         for argument, leaf in zip(operation.arguments, leaves, strict=True):
             if argument.has_gradient:
@@ -198,7 +240,12 @@ def run(call: Function, operation: Operation, case: Case, tensors: Sequence[Tens
     return Run(tuple(result.detach() for result in results), gradients)
 
 
-def _as_tuple(results: Any) -> tuple[Tensor, ...]:
+def as_tuple(results: Any) -> tuple[Tensor, ...]:
+    """Return the tensors that a kernel returned.
+
+    Raises:
+        Wrong: it returned something else.
+    """
     found = results if isinstance(results, tuple | list) else (results,)
     for result in found:
         if not isinstance(result, Tensor):
@@ -212,7 +259,7 @@ def _bits_around(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
-def _upstream(result: Tensor, case: Case) -> Tensor:
+def upstream_of(result: Tensor, case: Case) -> Tensor:
     """Return the gradient that a backward is given, in the layout of the case."""
     generator = torch.Generator().manual_seed(1000 + case.seed)
     if case.upstream == "expanded":  # as of `result.sum()`
@@ -250,7 +297,7 @@ def guarded_run(
 
 
 class Expected:
-    """Results and gradients that a kernel must return for one input.
+    """Results and gradients that a kernel must return for one input, on the CPU.
 
     Attributes:
         exact: those of torch in float64.
@@ -260,9 +307,10 @@ class Expected:
 
     def __init__(self, operation: Operation, case: Case, tensors: Sequence[Tensor]) -> None:
         self.dtype = DTYPES[case.dtype]
-        self.exact = _reference(operation, case, tensors, torch.float64)
-        self.near = _reference(operation, case, tensors, torch.float64, is_rounded=True)
-        self.usual = _reference(operation, case, tensors, self.dtype)
+        self.exact = _reference(operation, case, tensors, torch.float64).to_cpu()
+        near = _reference(operation, case, tensors, torch.float64, is_rounded=True)
+        self.near = near.to_cpu()
+        self.usual = _reference(operation, case, tensors, self.dtype).to_cpu()
 
     def is_nan_of(self, found: Run) -> bool:
         """Return whether some element is NaN that is a number in the exact result."""
@@ -273,7 +321,7 @@ class Expected:
         return any(_has_new_nan(mine, exact) for mine, exact in pairs)
 
     def compare(self, found: Run) -> None:
-        """Compare results and gradients with the exact ones.
+        """Compare results and gradients on the CPU with the exact ones.
 
         Raises:
             Wrong: a shape, a dtype or a value is not what it must be.
@@ -346,13 +394,13 @@ def _reference(
             copy = _rounded(copy.to(dtype)) if is_rounded else copy.to(dtype)
         wants_gradient = case.upstream is not None and argument.has_gradient
         leaves.append(copy.requires_grad_(wants_gradient))
-    results = _as_tuple(operation.exact(*leaves))
+    results = as_tuple(operation.exact(*leaves))
     gradients = {}
     if case.upstream is not None:
         # Drawn in the dtype of the case, so that all runs have the same.
         upstream = []
         for result in results:
-            gradient = _upstream(result.detach().to(DTYPES[case.dtype]), case).to(result.dtype)
+            gradient = upstream_of(result.detach().to(DTYPES[case.dtype]), case).to(result.dtype)
             upstream.append(_rounded(gradient) if is_rounded else gradient)
         torch.autograd.backward(results, upstream)
         for argument, leaf in zip(operation.arguments, leaves, strict=True):
@@ -443,10 +491,10 @@ def reads_outside(
     function: Function, operation: Operation, case: Case, device: torch.device
 ) -> bool:
     """Return whether a kernel returns no NaN if the memory next to its inputs is 0."""
-    tensors = drawn(case, operation, device, fill=0.0)
-    expected = Expected(operation, case, tensors)
     try:
-        found = run(call_of(function, operation), operation, case, tensors)
+        tensors = drawn(case, operation, device, fill=0.0)
+        expected = Expected(operation, case, tensors)
+        found = run(call_of(function, operation), operation, case, tensors).to_cpu()
     except Exception:
         return False
     return not expected.is_nan_of(found)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from distlab.kernel_check.hostile import Case, cases, simpler
-from distlab.kernel_check.judge import BREAKS_GPU, Function, Outcome, judge, reads_outside
+from distlab.kernel_check.judge import BREAKS_GPU, Function, Outcome, judge, reads_outside, works
+from distlab.kernel_check.large import judge_large, large_case
 from distlab.kernel_check.operations import Operation, operation_of
 
 MOST_KINDS = 6  # mistakes whose input is reduced and shown
@@ -45,6 +46,7 @@ class Report:
         differs: largest difference between two runs on equal inputs.
         has_backward: True if gradients were compared.
         left: number of cases that were not tried because the time was over.
+        too_large: reason why the large input was not tried. Empty if it was, and on a CPU.
     """
 
     operation: str
@@ -56,6 +58,7 @@ class Report:
     differs: float = 0.0
     has_backward: bool = False
     left: int = 0
+    too_large: str = ""
 
     @property
     def is_right(self) -> bool:
@@ -79,12 +82,17 @@ class Report:
         elif status == "refused":
             self.refused += 1
             self.refusals[detail] = self.refusals.get(detail, 0) + 1
+        elif status == "not tried":
+            self.too_large = detail
         else:
             self.wrong[kind] = self.wrong.get(kind, 0) + 1
 
     def add_finding(self, finding: Finding) -> None:
-        """Keep a mistake with its smallest input."""
-        self.findings[finding.kind] = finding
+        """Keep a mistake with its smallest input, the first of its kind.
+
+        A process that goes on after another has broken finds the same mistakes again.
+        """
+        self.findings.setdefault(finding.kind, finding)
 
     def leave(self, count: int) -> None:
         """Note how many cases were not tried."""
@@ -113,6 +121,8 @@ class Report:
             )
         if self.left:
             lines.append(f"  {self.left} inputs were not tried, because the time was over")
+        if self.too_large:
+            lines.append(f"  not tried: {self.too_large}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,6 +141,7 @@ class Report:
             "refusals": self.refusals,
             "differs": self.differs,
             "not_tried": self.left,
+            "too_large": self.too_large,
         }
 
 
@@ -145,6 +156,8 @@ def check_kernel(
     device: torch.device | str | None = None,
 ) -> Report:
     """Examine a function on hostile inputs, in this process.
+
+    On a GPU with 24 to 40 GiB of free memory, the last input has more than 2³¹ elements.
 
     Args:
         function: function of the operation's tensors, or a subclass of `torch.autograd.Function`.
@@ -199,7 +212,7 @@ def examine(
     rest: Callable[[int], None],
     skipped: int = 0,
 ) -> None:
-    """Run a kernel on every case.
+    """Run a kernel on every case, and at the end on a large one if there is a GPU.
 
     Args:
         backward, count, seed, seconds: as in `check_kernel`.
@@ -231,7 +244,20 @@ def examine(
             return
         if outcome.status == "wrong" and outcome.kind not in kinds and len(kinds) < MOST_KINDS:
             kinds.add(outcome.kind)
-            found(reduced(function, operation, outcome, device, partial(begin, number)))
+            found(reduced(function, operation, outcome, device, partial(begin, number), end, found))
+            if not works(device):  # a smaller input broke it
+                rest(len(planned) - number - 1)
+                return
+    if device.type != "cuda" or skipped > len(planned):
+        return
+    case = large_case(operation, backward=backward)
+    begin(len(planned), case)
+    outcome = judge_large(function, operation, case, device)
+    end(outcome)
+    if works(device):
+        torch.cuda.empty_cache()  # tens of GiB, which the process of a test would keep
+    if outcome.status == "wrong":  # smaller inputs have been tried
+        found(Finding(outcome.kind, str(case), outcome.detail))
 
 
 def dtypes_on(device: torch.device) -> tuple[str, ...]:
@@ -246,8 +272,15 @@ def reduced(
     outcome: Outcome,
     device: torch.device,
     begin: Callable[[Case], None],
+    end: Callable[[Outcome], None],
+    found: Callable[[Finding], None],
 ) -> Finding:
-    """Return a mistake with the smallest input that shows it."""
+    """Return a mistake with the smallest input that shows it.
+
+    Args:
+        begin: function that is called with each smaller input, before it runs.
+        end, found: as in `examine`. They are told of a smaller input that breaks the GPU.
+    """
     tries = 0
     smallest = outcome
     is_smaller = True
@@ -258,6 +291,8 @@ def reduced(
             begin(case)
             candidate = judge(function, operation, case, device)
             if candidate.kind == BREAKS_GPU:
+                end(candidate)
+                found(Finding(candidate.kind, str(case), candidate.detail))
                 return Finding(outcome.kind, str(smallest.case), smallest.detail)
             if candidate.status == "wrong" and candidate.kind == outcome.kind:
                 smallest = candidate

@@ -6,6 +6,7 @@ Nothing is timed here. Next: `Row` in `__init__` measures a row, and `chains` ad
 
 import dataclasses
 import functools
+import importlib.util
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +21,22 @@ from kernels.cost import Cost
 # All other modules of `kernels` are imported inside the operations: the first import decides
 # whether kernels are compiled or interpreted (TRITON_INTERPRET).
 
-VARIANTS = ("ours", "naive", "builtin", "compile", "template", "liger", "torchao", "yours")
+VARIANTS = (
+    "ours",
+    "naive",
+    "builtin",
+    "compile",
+    "template",
+    "liger",
+    "torchao",
+    "quack",
+    "cce",
+    "yours",
+)
+# Peer → the package that it needs: rows only where it is installed.
+OPTIONAL = {"quack": "quack-kernels>=0.6,<0.7", "cce": "cut-cross-entropy>=25.1,<26"}
+MODULES = {"quack": "quack", "cce": "cut_cross_entropy"}  # peer → module of this package
+NO_BACKWARD = "it has no backward"
 Function = Callable[..., Any]
 Shape = tuple[int, ...]
 
@@ -186,7 +202,10 @@ class Case:
     def operation(self) -> "Operation":
         """The operation at this size. Made once, because an optimizer keeps its state in it."""
         operation = self.make(self.shape, getattr(torch, self.dtype))
-        return dataclasses.replace(operation, yours=self.yours)
+        yours = self.yours
+        if yours is not None and operation.adapt_yours is not None:
+            yours = operation.adapt_yours(yours)
+        return dataclasses.replace(operation, yours=yours)
 
     def sized(self, small: bool) -> "Case":
         """Return this row, or the row of the smoke test."""
@@ -217,7 +236,11 @@ class Operation:
         builtin: torch's own operator.
         liger: Liger Kernel's.
         torchao: torchao's.
+        quack: QuACK's.
+        cce: that of Apple's Cut Cross-Entropy.
         yours: a user's kernel.
+        adapt_yours: function that makes a function of the inputs of a user's kernel, which takes
+            the tensors that `distlab kernel --list` shows. None where these are the inputs.
         forward_cost: least FLOPs and bytes of the forward pass.
         backward_cost: least FLOPs and bytes of the backward pass. None if it is not timed.
         compute_bound: True if arithmetic bounds the operation. Its rate is then compared with
@@ -238,7 +261,10 @@ class Operation:
     builtin: Function | None = None
     liger: Function | None = None
     torchao: Function | None = None
+    quack: Function | None = None
+    cce: Function | None = None
     yours: Function | None = None
+    adapt_yours: Callable[[Function], Function] | None = None
     forward_cost: Cost
     backward_cost: Cost | None = None
     compute_bound: bool = False
@@ -258,6 +284,8 @@ class Operation:
             "builtin": self.builtin,
             "liger": self.liger,
             "torchao": self.torchao,
+            "quack": self.quack,
+            "cce": self.cce,
             "yours": self.yours,
         }
         return {name: function for name, function in every.items() if function is not None}
@@ -497,6 +525,7 @@ def rms_norm(shape: Shape, dtype: torch.dtype) -> Operation:
         naive=reference.rms_norm,
         builtin=builtin,
         liger=liger("rms_norm", 1e-5),
+        quack=quack_rms_norm,
         forward_cost=kernels.rmsnorm.cost(shape, dtype),
         backward_cost=kernels.rmsnorm.cost(shape, dtype, backward=True),
     )
@@ -515,6 +544,7 @@ def softmax(shape: Shape, dtype: torch.dtype) -> Operation:
         naive=reference.softmax,
         builtin=builtin,
         liger=liger("softmax"),
+        quack=quack_softmax,
         forward_cost=kernels.softmax.cost(shape, dtype),
         backward_cost=kernels.softmax.cost(shape, dtype, backward=True),
     )
@@ -628,10 +658,18 @@ def rope(shape: Shape, dtype: torch.dtype) -> Operation:
         cosines, sines = tables_on(x.device)
         return reference.rope(x, cosines, sines)
 
+    def adapt_yours(function: Function) -> Function:
+        def yours(x: Tensor) -> Tensor:
+            cosines, sines = tables_on(x.device)
+            return function(x, cosines, sines)
+
+        return yours
+
     return Operation(
         inputs=[Normal(shape)],
         ours=ours,
         naive=naive,
+        adapt_yours=adapt_yours,
         forward_cost=kernels.rope.cost(shape, dtype),
         backward_cost=kernels.rope.cost(shape, dtype),  # the same rotation, backwards
     )
@@ -827,6 +865,7 @@ def cross_entropy(shape: Shape, dtype: torch.dtype) -> Operation:
         naive=reference.cross_entropy,
         builtin=builtin,
         liger=liger("cross_entropy"),
+        quack=quack_cross_entropy,
         forward_cost=kernels.cross_entropy.cost(shape, dtype),
         backward_cost=kernels.cross_entropy.cost(shape, dtype, backward=True),
     )
@@ -850,6 +889,7 @@ def linear_cross_entropy(shape: Shape, dtype: torch.dtype) -> Operation:
         ours=kernels.linear_cross_entropy.linear_cross_entropy,
         builtin=builtin,
         liger=liger("fused_linear_cross_entropy"),
+        cce=cut_cross_entropy,
         # Ours computes the gradients in the forward pass, so the first cost is that of both.
         forward_cost=kernels.linear_cross_entropy.cost(shape, dtype),
         backward_cost=Cost(0, 0),
@@ -892,6 +932,39 @@ def _torchao_linear() -> Function:
     return torch.compile(linear)
 
 
+def quack_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """Return QuACK's RMSNorm."""
+    import quack
+
+    return quack.rmsnorm(x, weight, eps=1e-5)
+
+
+def quack_softmax(x: Tensor) -> Tensor:
+    """Return QuACK's softmax."""
+    import quack
+
+    return quack.softmax(x)
+
+
+def quack_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return QuACK's mean cross-entropy."""
+    import quack
+
+    return quack.cross_entropy(logits, targets)
+
+
+def cut_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return Cut Cross-Entropy's mean loss."""
+    from cut_cross_entropy import linear_cross_entropy
+
+    return linear_cross_entropy(x, weight, targets)
+
+
+def is_installed(variant: str) -> bool:
+    """Return whether the package of an optional peer is installed. It is not imported."""
+    return importlib.util.find_spec(MODULES[variant]) is not None
+
+
 # How a function of the inputs is run, in each direction
 
 
@@ -931,6 +1004,8 @@ def runner(
     if direction == "both":
         return forward_and_backward
     out = first(function(*inputs))
+    if not out.requires_grad:
+        raise ValueError(NO_BACKWARD)
 
     def backward() -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, needed, upstream, retain_graph=True)

@@ -5,14 +5,16 @@ Times in a loop, as a model calls a function, are `distlab.measure.call_ms`. Nex
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from distlab import hardware
 from distlab.measure import clock, memory_traffic
+from distlab.theory.gpu import occupancy
 
 
 def can_be_captured(run: Callable[[], Any]) -> bool:
@@ -106,19 +108,63 @@ def fits(held: int) -> bool:
     return 2 * held <= free
 
 
-def spills(run: Callable[[], Any]) -> dict[str, int]:
-    """Return `registers` and `spill_bytes`: the largest of any of our kernels in one run."""
+def of_our_kernels(run: Callable[[], Any]) -> dict[str, float]:
+    """Return what our kernels in one run need, see `needed`."""
     # Imported here, because importing them decides how kernels run.
     from kernels import _dispatch
-    from kernels._compile import resources
 
     with _dispatch.compile_only() as compiled:
         run()
-    largest = {"registers": 0, "spill_bytes": 0}
+    return needed(compiled)
+
+
+def of_triton_kernels(run: Callable[[], Any]) -> dict[str, float]:
+    """Return what the Triton kernels of anyone's function need, see `needed`.
+
+    {} if one run launches none. Our kernels that it calls are counted, and compute nothing.
+    """
+    import triton.runtime.jit
+
+    from kernels import _dispatch
+
+    compiled = []
+    launch = triton.runtime.jit.JITFunction.run
+
+    def noting(*arguments: Any, **options: Any) -> Any:
+        kernel = launch(*arguments, **options)
+        compiled.append(kernel)
+        return kernel
+
+    triton.runtime.jit.JITFunction.run = noting
+    try:
+        with _dispatch.compile_only():  # ours otherwise repeat a recorded launch
+            run()
+    finally:
+        triton.runtime.jit.JITFunction.run = launch
+    return needed(compiled) if compiled else {}
+
+
+def needed(compiled: Sequence[Any]) -> dict[str, float]:
+    """Return the largest `registers` and `spill_bytes` of any of these compiled kernels.
+
+    `occupancy_pct` is the smallest share of an SM's warps that can run at the same time. It is
+    there for GPUs whose datasheet is known.
+    """
+    from kernels._compile import resources
+
+    spec = None
+    if torch.cuda.is_available():  # kernels can be compiled without one
+        spec = hardware.lookup(torch.cuda.get_device_name())
+    largest: dict[str, float] = {"registers": 0, "spill_bytes": 0}
     for kernel in compiled:
         found = resources(kernel)
-        for name in largest:
+        for name in ("registers", "spill_bytes"):
             largest[name] = max(largest[name], found[name])
+        if spec is not None:
+            threads = 32 * kernel.metadata.num_warps
+            resident = occupancy(spec, threads, found["registers"], found["shared_bytes"])
+            share = 100 * resident.fraction
+            largest["occupancy_pct"] = min(largest.get("occupancy_pct", share), share)
     return largest
 
 

@@ -30,7 +30,7 @@ from distlab.report import (
 )
 from distlab.report.style import BLUE, GREEN, INK, ORANGE, picture
 
-from .cases import VARIANTS
+from .cases import NO_BACKWARD, VARIANTS
 
 PEERS = VARIANTS[1:-1]  # all but ours and a user's
 DIRECTIONS = {
@@ -132,6 +132,8 @@ def yours(records: Sequence[Record]) -> list[str]:
         if record.variant != "yours":
             continue
         where = " ".join(operation_of(record))
+        if NO_BACKWARD in record.metrics["status"]:
+            continue  # as its rows say, and no mistake
         if not is_right(record):
             lines.append(f"Yours at {where}: {record.metrics['status']}.")
             continue
@@ -394,6 +396,7 @@ VIEW = View(
         Column("metrics.kernels", "kernels"),
         Column("metrics.registers", "registers", missing=""),
         Column("metrics.spill_bytes", "spilled", missing=""),
+        Column("metrics.occupancy_pct", "occupancy %", ".0f", missing="", optional=True),
         *HELD,
         *NAIVE,
         Column("metrics.status", "status"),

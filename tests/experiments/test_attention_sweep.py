@@ -182,3 +182,34 @@ def test_the_count_by_hand_is_the_allocators():
     for variant, metrics in found.items():
         measured = metrics["before_bwd_alloc_bytes"], metrics["peak_alloc_bytes"]
         assert measured == pytest.approx(counted(variant, 8192, "bfloat16", batch=2), abs=2**20)
+
+
+def test_a_users_function_is_one_more_row(tmp_path, monkeypatch):
+    def forward_alone(q, k, v, is_causal=False):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal
+        ).detach()
+
+    known = {}
+
+    def remembers(q, k, v, causal=False):
+        if q.shape not in known:
+            known[q.shape] = forward_alone(q, k, v, causal)
+        return known[q.shape]
+
+    shapes = ("1x2x32x16", "1x2x16x16/full", "1x1x16x16/documents=2", "1x2:1x16x16")
+    for function, status in ((forward_alone, "ok"), (remembers, "WRONG after timing")):
+        monkeypatch.setattr(sweep, "factory_of", lambda *names, f=function: f)
+        rows = measured(
+            sweep.EXPERIMENT,
+            tmp_path / status[:2],
+            shapes=shapes,
+            variants=("sdpa",),
+            yours="my:attention",
+        )
+        yours = [row for row in rows if row.variant == "yours"]
+        # It takes no documents, and all heads have keys of their own.
+        assert [row.config["shape"] for row in yours] == list(shapes[:2])
+        for row in yours:
+            assert row.metrics["max_abs_error"] < 1e-5
+            assert row.metrics["status"].startswith(status), row.metrics

@@ -13,11 +13,13 @@ import torch
 from distlab.experiment import lone_context
 from distlab.measure.memory_traffic import KINDS
 from distlab.report import Record
+from experiments import kernel_roofline as roofline
 from experiments.kernel_roofline import EXPERIMENT, PRESETS, RooflineConfig, build
 from experiments.kernel_roofline import cases as rows
 from experiments.kernel_roofline.device_times import fits
 from experiments.kernel_roofline.prediction import naive_bytes, predicted
 from experiments.kernel_roofline.tables import compare, headline, verdicts, wall_notes
+from kernels import reference
 from tests.commands import python
 from tests.experiments.frame import measured
 from tests.experiments.noisy import Noise, each_seed, side_of_one
@@ -136,6 +138,60 @@ def test_torchaos_layer_multiplies_by_the_weight_that_it_is_given(monkeypatch):
     torch.testing.assert_close(build(case_named("float8_linear"), "torchao")(x, w), x @ w.T)
 
 
+def test_a_kernel_that_remembers_its_first_results_is_wrong_after_timing(monkeypatch, tmp_path):
+    known = {}
+
+    def remembers(x, weight):
+        if x.shape not in known:
+            known[x.shape] = rows.rms_norm(x.shape, x.dtype).builtin(x, weight)
+        return known[x.shape]
+
+    monkeypatch.setattr(roofline, "kernel_of", lambda name: remembers)
+    found = measured(
+        EXPERIMENT, tmp_path, only=("rms_norm",), yours="my:kernel", variants=("builtin",)
+    )
+    status = {(r.variant, r.config["direction"]): r.metrics["status"] for r in found}
+    assert status["yours", "fwd"] == "WRONG after timing" and status["builtin", "fwd"] == "ok"
+
+
+def test_a_kernel_without_a_backward_says_so(monkeypatch, tmp_path):
+    def forward(x, cosines, sines):
+        return reference.rope(x, cosines, sines).detach()
+
+    monkeypatch.setattr(roofline, "kernel_of", lambda name: forward)
+    found = measured(EXPERIMENT, tmp_path, only=("rope",), yours="my:kernel", variants=("naive",))
+    status = {(r.variant, r.config["direction"]): r.metrics["status"] for r in found}
+    assert status["yours", "fwd"] == "ok" and "it has no backward" in status["yours", "bwd"]
+
+
+def test_optional_peers_have_rows_only_where_they_are_installed(monkeypatch):
+    assert "quack" not in RooflineConfig().forms() and "cce" not in RooflineConfig().forms()
+    with pytest.raises(ValueError, match=r"--variants cce: .* pip install 'cut-cross-entropy>="):
+        RooflineConfig.check_given({"variants": ("ours", "cce")})
+    monkeypatch.setattr(roofline, "is_installed", lambda variant: True)
+    assert {"quack", "cce"} < set(RooflineConfig().forms())
+    RooflineConfig.check_given({"variants": ("ours", "cce")})
+
+
+def test_optional_peers_are_called_as_their_packages_say(monkeypatch):
+    calls = []
+
+    def peer(*tensors, **options):
+        calls.append((len(tensors), options))
+
+    quack = SimpleNamespace(rmsnorm=peer, softmax=peer, cross_entropy=peer)
+    monkeypatch.setitem(sys.modules, "quack", quack)
+    monkeypatch.setitem(
+        sys.modules, "cut_cross_entropy", SimpleNamespace(linear_cross_entropy=peer)
+    )
+    for name in ("rms_norm", "softmax", "cross_entropy"):
+        case = case_named(name)
+        build(case, "quack")(*case.inputs("meta"))
+    case = case_named("linear_cross_entropy")
+    build(case, "cce")(*case.inputs("meta"))
+    assert calls == [(2, {"eps": 1e-5}), (1, {}), (2, {}), (3, {})]
+
+
 def record(variant, ms, **metrics):
     config = {"label": "f 8", "operation": "f", "direction": "fwd"}
     return Record(
@@ -244,7 +300,7 @@ def test_a_resumed_run_names_the_ceilings_of_every_process():
 PLANNED = """
 import torch
 from unittest import mock
-from experiments.kernel_roofline.device_times import spills
+from experiments.kernel_roofline.device_times import of_our_kernels, of_triton_kernels
 from kernels import _dispatch, _recorder, softmax
 from kernels._compile import compile_for
 
@@ -258,10 +314,14 @@ with mock.patch.object(_recorder, "_written", keep):
         softmax.forward_op(x)
 assert any(_dispatch._kept.values())
 with compile_for(90), mock.patch.object(_dispatch, "runs_triton", lambda x: True):
-    print(spills(lambda: softmax.forward_op(x))["registers"])
+    print(of_our_kernels(lambda: softmax.forward_op(x))["registers"])
+    print(of_triton_kernels(lambda: softmax.forward_op(x))["registers"])
+    assert of_triton_kernels(lambda: x + x) == {}
 """
 
 
 def test_registers_of_a_call_that_has_a_program():
     done = python("-c", PLANNED, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 0 and int(done.stdout) > 8, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-2000:]
+    ours, of_triton = map(int, done.stdout.split())
+    assert ours == of_triton > 8

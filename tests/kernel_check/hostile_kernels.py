@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -50,3 +51,11 @@ def changes_its_input(x, weight):
 
 def returns_no_tensor(x, weight):
     return None
+
+
+def breaks_the_gpu(x, weight):
+    """From 3 rows on, no call of a GPU works. On a CPU the checker is told so."""
+    if x.shape[0] == 3:
+        for name in ("distlab.kernel_check.judge", "distlab.kernel_check.report", "__main__"):
+            sys.modules[name].works = lambda device: False
+    return right(x, weight)

@@ -1,14 +1,20 @@
 """A kernel of anyone's against its operation: right ones pass, and each mistake is named."""
 
+import importlib
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from distlab.kernel_check import OPERATIONS, check_kernel
+from distlab.kernel_check.judge import BREAKS_GPU
 from kernels import cross_entropy, layernorm, rmsnorm, rope, softmax, swiglu
 from launch.__main__ import main
 from tests.kernel_check import hostile_kernels
+
+judge = importlib.import_module("distlab.kernel_check.judge")
+report_module = importlib.import_module("distlab.kernel_check.report")
 
 OURS = {
     "softmax": softmax.softmax,
@@ -59,6 +65,12 @@ def test_what_a_kernel_must_not_do_is_named(function, kind):
     assert report.findings[kind].smallest == "N=1 D=1, fp32"
 
 
+@pytest.fixture(autouse=True)
+def away(tmp_path, monkeypatch):
+    """Write the pages of runs into a folder of the test."""
+    monkeypatch.chdir(tmp_path)
+
+
 def examined(function, capsys, *options):
     """Exit code, and the answer of `distlab kernel` as JSON."""
     name = f"tests.kernel_check.hostile_kernels:{function}"
@@ -85,9 +97,56 @@ def test_a_kernel_that_hangs_or_dies_costs_its_input_alone(function, kind, detai
         assert finding["smallest"] == "N=3 D=64, fp32" and answer["right"] > 30
 
 
-def test_a_right_kernel_passes_the_command(capsys):
-    code, answer = examined("right", capsys)
+def test_a_kernel_that_breaks_the_gpu_costs_its_input_alone(capsys):
+    code, answer = examined("breaks_the_gpu", capsys)
+    (finding,) = answer["findings"]
+    assert code == 1 and finding["kind"] == BREAKS_GPU and finding["inputs"] == 1
+    # It returned the right result, and another process went on with the next input.
+    assert finding["smallest"] == "N=3 D=64, fp32" and answer["right"] > 30
+    assert answer["not_tried"] == 0
+
+
+@pytest.mark.parametrize("where", ["plain", "smaller"])
+def test_nothing_runs_on_a_broken_gpu(where, monkeypatch):
+    """The input that broke it is named, also where it is one that makes another smaller."""
+    is_broken = False
+
+    def kernel(x, weight):
+        nonlocal is_broken
+        is_broken = is_broken or where == "plain" or x.numel() == 1
+        result = hostile_kernels.right(x, weight)
+        return result if where == "plain" else result + 1
+
+    for module in (judge, report_module):
+        monkeypatch.setattr(module, "works", lambda device: not is_broken)
+    report = check_kernel(kernel, "rms_norm", count=0, device="cpu")
+    smallest = report.findings[BREAKS_GPU].smallest
+    assert is_broken and report.wrong[BREAKS_GPU] == 1 and report.left > 0 and str(report)
+    assert smallest == ("N=2 D=64, fp32" if where == "plain" else "N=1 D=1, fp32")
+
+
+def test_a_right_kernel_passes_the_command_and_has_a_page(capsys, tmp_path):
+    code, answer = examined("right", capsys, "--time", "--name", "mine")
     assert code == 0 and answer["is_right"] and answer["wrong"] == 0 and answer["has_backward"]
+    times = {(row["variant"], row["direction"]): row for row in answer["times"]}
+    assert times["yours", "fwd"]["status"] == times["yours", "bwd"]["status"] == "ok", times
+    assert {variant for variant, _ in times} == {"ours", "naive", "builtin", "yours"}
+    page = tmp_path / "outputs" / "kernel" / "mine" / "report.html"
+    assert answer["page"] == str(page.relative_to(tmp_path))
+    assert "right: as rms_norm" in page.read_text() and "% of copy" in page.read_text()
+    # `distlab show` and the list of runs know it
+    assert main(["show", "kernel/mine"]) == 0 and "yours" in capsys.readouterr().out
+    assert main(["runs"]) == 0 and "kernel/mine" in capsys.readouterr().out
+
+
+def test_a_wrong_kernel_ends_with_its_page(capsys):
+    name = "tests.kernel_check.hostile_kernels:changes_its_input"
+    assert main(["kernel", name, "--as", "rms_norm", "--device", "cpu", "--count", "0"]) == 1
+    *lines, last = capsys.readouterr().out.strip().splitlines()
+    assert any("changes an input" in line for line in lines) and last.startswith("report: outputs")
+    page = Path(last.removeprefix("report: ")).read_text()
+    assert "WRONG: as rms_norm" in page and "N=1 D=1, fp32" in page
+    assert "% of copy" not in page  # on a CPU only where it is asked for
 
 
 @pytest.mark.parametrize(
@@ -100,10 +159,10 @@ def test_a_right_kernel_passes_the_command(capsys):
         (["no_such_module:b", "--as", "rms_norm"], "the import of no_such_module failed"),
     ],
 )
-def test_a_mistake_in_the_command_is_one_line(arguments, said, capsys):
+def test_a_mistake_in_the_command_is_one_line(arguments, said, capsys, tmp_path):
     assert main(["kernel", *arguments]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert said in line
+    assert said in line and not list(tmp_path.glob("outputs/kernel/*"))
 
 
 def test_the_operations_are_listed(capsys):
