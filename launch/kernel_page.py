@@ -1,4 +1,4 @@
-"""The page of a run of `distlab kernel`: verdict, mistakes with their smallest inputs, and times."""
+"""The page of a run of `distlab kernel`: verdict, mistakes with smallest inputs, and times."""
 
 from collections.abc import Sequence
 from pathlib import Path

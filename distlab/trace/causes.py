@@ -111,23 +111,25 @@ class Finding:
             behind = f", which spends more time in {self.behind}" if self.behind else ""
             return (
                 f"Rank {self.rank} waits {much} for rank {self.late_rank}{behind}. Give rank "
-                f"{self.late_rank} less of it, or find out why its {self.behind or 'step'} is slower."
+                f"{self.late_rank} less of it, or find out why its {self.behind or 'step'} is "
+                "slower."
             )
         return f"{_SENTENCES[self.cause].format(much=much, where=where, detail=self.detail)}"
 
 
 _SENTENCES = {
     SMALL: (
-        "Small messages cost {much} {where}, mostly {detail}: their latency counts, not their bytes. "
-        "Use larger buckets, or coalesce the messages."
+        "Small messages cost {much} {where}, mostly {detail}: their latency counts, not their "
+        "bytes. Use larger buckets, or coalesce the messages."
     ),
     BLOCKING: (
-        "The host waits for communication, {much} {where}, mostly for {detail}, and launches nothing "
-        "meanwhile. Use async_op=True, and wait where the result is needed."
+        "The host waits for communication, {much} {where}, mostly for {detail}, and launches "
+        "nothing meanwhile. Use async_op=True, and wait where the result is needed."
     ),
     LATE: (
-        "Communication is launched late by the host, {much} {where}, mostly {detail}: the device was "
-        "idle before. Launch it earlier, or make the host faster (compile, CUDA graphs, fewer hooks)."
+        "Communication is launched late by the host, {much} {where}, mostly {detail}: the device "
+        "was idle before. Launch it earlier, or make the host faster (compile, CUDA graphs, fewer "
+        "hooks)."
     ),
     LAST: (
         "{much} of communication {where} comes after the last compute that could hide it, mostly "
@@ -136,27 +138,28 @@ _SENTENCES = {
     ),
     DEPENDENCY: (
         "Compute waits for communication, {much} {where}, mostly for {detail}: nothing else was "
-        "ready. Start it earlier (prefetch), or split the work so that something is left to compute."
+        "ready. Start it earlier (prefetch), or split the work so that something is left to "
+        "compute."
     ),
     LOADER: (
         "The step waits {much} {where} for data ({detail}). Use more DataLoader workers, prefetch, "
         "or pin_memory with non_blocking copies."
     ),
     GARBAGE: (
-        "Python's garbage collection costs {much} {where} ({detail}). Call gc.freeze() after the first step, or "
-        "gc.disable() and collect at fixed steps."
+        "Python's garbage collection costs {much} {where} ({detail}). Call gc.freeze() after the "
+        "first step, or gc.disable() and collect at fixed steps."
     ),
     ITEM: (
         "Reading values from the device stalls the step for {much} {where} ({detail}). "
         "Remove .item() and the like from the step, or read them every few steps."
     ),
     SYNCHRONISATION: (
-        "The host waits for the device and then launches anew, {much} {where} ({detail}). Remove the "
-        "synchronisation from the step."
+        "The host waits for the device and then launches anew, {much} {where} ({detail}). Remove "
+        "the synchronisation from the step."
     ),
     HOST: (
-        "The device waits {much} {where} for the host to launch work, mostly {detail}. Make the host "
-        "faster (compile, CUDA graphs, larger batches), or do less between the operators."
+        "The device waits {much} {where} for the host to launch work, mostly {detail}. Make the "
+        "host faster (compile, CUDA graphs, larger batches), or do less between the operators."
     ),
     PYTHON: (
         "No operator runs for {much} {where}, mostly {detail}: Python works between the operators. "
@@ -164,8 +167,8 @@ _SENTENCES = {
     ),
     UNKNOWN: "Nothing runs for {much} {where}, for a reason that the trace does not have.",
     CONTENTION: (
-        "Compute is slower next to communication, {much} {where}, mostly {detail}. Give communication "
-        "fewer multiprocessors (NCCL_MAX_CTAS), or use copy engines."
+        "Compute is slower next to communication, {much} {where}, mostly {detail}. Give "
+        "communication fewer multiprocessors (NCCL_MAX_CTAS), or use copy engines."
     ),
 }
 
@@ -328,7 +331,7 @@ def why_exposed(
 
 
 def _own_cause(event: Event, step: RankStep, host: Host, small_bytes: float) -> tuple[str, str]:
-    """Return the cause of a message's exposed time that is not a late rank, and what it is about."""
+    """Return the cause of a message's exposed time, unless a rank is late, and what it is about."""
     about = named(event)
     size = event.collective.size_bytes
     if size is not None and size < small_bytes:

@@ -87,7 +87,8 @@ def page_view(explanation: Explanation) -> View:
         findings=lambda records: [*sentences, *(f"({note})" for note in explanation.notes)],
         parted_by="config.part",
         pictures={"timeline.png": draw},
-        reading="Compute, optimizer, exposed communication, copies and idle time add up to the step. "
+        reading="Compute, optimizer, exposed communication, copies and idle time add up to the "
+        "step. "
         "Communication is exposed while nothing computes. A cause is that of the rank on which it "
         "takes longest. docs/learn/your_trace.md explains the causes.",
         prediction="None: this accounts for what was traced.",

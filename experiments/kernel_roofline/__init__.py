@@ -11,8 +11,9 @@ Each operation in each direction × (ours, naive: plain torch one kernel at a ti
 own, compile: the naive form through torch.compile, template: of matmuls, the best of Inductor's
 Triton templates with cuBLAS left out, liger and torchao: Liger Kernel's, and of the linear layer in
 fp8 torchao's, where they are installed; quack and cce, QuACK's norms and losses and Apple's Cut
-Cross-Entropy, have rows only where they are installed). Wall: the time of a call in a loop, as a model calls it,
-and the host's part of it. Device: the time of a CUDA graph's replay with the L2 flushed before it;
+Cross-Entropy, have rows only where they are installed). Wall: the time of a call in a loop, as a
+model calls it, and the host's part of it. Device: the time of a CUDA graph's replay with the L2
+flushed before it;
 GB/s of the *least* traffic and its share of the copy bandwidth of this run; TFLOP/s and its share
 of cuBLAS in this run; launched kernels; registers, spills and occupancy of ours
 and of yours; the largest error against

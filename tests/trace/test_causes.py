@@ -1,4 +1,4 @@
-"""Hand-made traces of a GPU, one for each cause: it is the first finding, and a healthy run has none."""
+"""Causes of exposed and idle time, in traces that the tests write by hand."""
 
 import itertools
 import json
@@ -160,7 +160,10 @@ def test_files_without_work_and_two_files_of_a_rank_are_refused(tmp_path):
 
 
 def test_time_grows_linearly_with_the_events(tmp_path):
-    """A 16 times larger trace takes 16 times as long, and not 256 times. 40 is between, for noise."""
+    """A 16 times larger trace takes 16 times as long, and not 256 times.
+
+    40 is between, for noise.
+    """
     seconds = []
     for steps in (5, 80):
         writer = Writer()

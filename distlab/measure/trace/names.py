@@ -1,4 +1,4 @@
-"""Names of communication in traces: which kernels and ranges communicate, and which operation is it.
+"""Names of communication in traces: which kernels and ranges communicate, and by what operation.
 
 To teach the reader another library, pass further regular expressions (`distlab trace
 --communication PATTERN`).
