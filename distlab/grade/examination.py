@@ -270,6 +270,7 @@ class _Part:
             str(self.copy.folder),
             self.adapters,
             device,
+            self.device == "cpu",
             self.backend if ranks > 1 else "gloo",
             seconds,
         )

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distlab.grade.hooks import GATHER, Part, function_of
 from distlab.grade.models import (
@@ -497,7 +496,7 @@ class _Held:
         storages = {}
         for each in gc.get_objects():
             # A DTensor has no storage of its own. Its part on this rank is another tensor.
-            is_plain = is_tensor(each) and not is_traceable_wrapper_subclass(each)
+            is_plain = is_tensor(each) and not hasattr(type(each), "to_local")
             if is_plain and each.is_floating_point() and each.numel() >= self.SMALLEST:
                 storage = each.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()

@@ -18,6 +18,8 @@ class Job:
         folder: copy of the submission.
         adapters: module of hooks; empty for `tests/adapters.py`.
         device: `cpu` or `cuda`.
+        is_interpreted: True if Triton's kernels run in its interpreter. It is the same for all jobs
+            of an examination, also for those that run on a CPU where there is a GPU.
         backend: `gloo` or `nccl`.
         seconds: time after which the processes are ended.
     """
@@ -29,6 +31,7 @@ class Job:
     folder: str = ""
     adapters: str = ""
     device: str = "cpu"
+    is_interpreted: bool = True
     backend: str = "gloo"
     seconds: float = 30.0
 

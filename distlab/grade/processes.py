@@ -68,7 +68,7 @@ def observe(job: Job) -> Observed:
     try:
         for rank in range(job.processes):
             process = context.Process(target=child.main, args=(job, rank, str(folder)))
-            with _environment_of(job.device):
+            with _environment_of(job.is_interpreted):
                 process.start()
             children.append(process)
         failure = _wait(job, children, folder)
@@ -81,14 +81,14 @@ def observe(job: Job) -> Observed:
 
 
 @contextlib.contextmanager
-def _environment_of(device: str) -> Iterator[None]:
-    """Have Triton's kernels interpreted on a CPU.
+def _environment_of(is_interpreted: bool) -> Iterator[None]:
+    """Have Triton's kernels interpreted, or compiled.
 
     Triton reads the variable where it is imported. The fork server, which the first start of a
     process starts, imports it. So a process of the lab should examine on one device only.
     """
     before = os.environ.get(INTERPRETED)
-    if device == "cpu":
+    if is_interpreted:
         os.environ[INTERPRETED] = "1"
     try:
         yield
