@@ -151,7 +151,7 @@ class Runtime:
 
     @contextmanager
     def forward_pass(self, training: bool) -> Iterator[None]:
-        """Run the forward of the whole module inside. Reading a sharded parameter raises."""
+        """Run the forward of the whole module. Reading a parameter that is not gathered raises."""
         with_gradients = torch.is_grad_enabled()
         agree(
             self._group,

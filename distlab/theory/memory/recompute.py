@@ -34,7 +34,7 @@ def blocks_run_again(num_layers: int, group: int) -> tuple[int, int]:
     """Return (blocks that run forward again, runs of these that stop before their last matmul).
 
     torch ends a recomputation as soon as every saved tensor is there again. So a group stops before
-    the last matmul of its last block, whose result is not saved. There are ⌈L/k⌉ groups.
+    the last matmul of its last block, whose result is not saved. With k > 0 there are ⌈L/k⌉ groups.
 
     Args:
         num_layers: number of blocks, L.
