@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distlab.comm.parent_death import end_with_parent
 from distlab.comm.rank_process import is_lost_peer
 from distlab.grade.hooks import NotHandedIn, load
 from distlab.grade.job import Job
@@ -41,6 +42,7 @@ def main(job: Job, rank: int, folder: str) -> None:
         folder: folder for results; the submission's working directory is another one.
     """
     os.setsid()  # so that this process can be ended with all that it starts
+    end_with_parent()  # the fork server, which ends when the examining process has been killed
     results = Path(folder)
     _redirect(results / f"printed{rank}")
     resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_WRITTEN, MOST_WRITTEN))

@@ -285,7 +285,7 @@ class _Part:
         settings = {key: each for key, each in invariant.settings.items() if key != "family"}
         if ("run_families", settings["is_causal"]) in self.observed:
             return  # it has failed
-        observed = self._run("run_families", settings, 0, 4 * self.seconds)
+        observed = self._run("run_families", settings, 0, 12 * self.seconds)
         self.observed[("run_families", settings["is_causal"])] = observed
         if observed.missing or observed.failure:
             return

@@ -5,6 +5,7 @@ import os
 import re
 import time
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -115,11 +116,14 @@ CHANGES_FILES = """
 """
 
 
-def write(folder, body):
-    """Write a submission whose function for RMSNorm in torch is hostile."""
-    (folder / "tests").mkdir()
+def write(parent, body):
+    """Write a submission whose function for RMSNorm in torch is hostile, and return its folder."""
+    # With a name of its own: other tests that run now also have copies of submissions.
+    folder = parent / uuid4().hex
+    (folder / "tests").mkdir(parents=True)
     (folder / "tests" / "adapters.py").write_text(SUBMISSION + body)
     (folder / "notes.txt").write_text("mine")
+    return folder
 
 
 def contents(folder):
@@ -131,8 +135,8 @@ def contents(folder):
     return found
 
 
-def left_behind():
-    """Return the processes whose working directory is a copy of a submission."""
+def left_behind(name):
+    """Return the processes whose working directory is a copy of a submission of this name."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -141,7 +145,7 @@ def left_behind():
             folder = os.readlink(entry / "cwd")
         except OSError:  # it has ended
             continue
-        if "distlab-submission-" in folder:
+        if f"/{name}" in folder:
             found.append(entry.name)
     return found
 
@@ -152,9 +156,9 @@ def examine(folder):
     report = grade(folder, only=["rmsnorm"], seconds=4)
     assert contents(folder) == before
     deadline = time.monotonic() + 10  # killed processes need a moment to end
-    while left_behind() and time.monotonic() < deadline:
+    while left_behind(folder.name) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert left_behind() == []
+    assert left_behind(folder.name) == []
     return report
 
 
@@ -175,8 +179,7 @@ def examine(folder):
 def test_harm_gets_a_verdict_and_the_rest_is_graded(body, said, tmp_path, monkeypatch):
     if body == ALLOCATES:  # less than 3 GiB, which not every machine has to spare
         monkeypatch.setattr(processes, "MEMORY_BYTES", int(0.7 * 2**30))
-    write(tmp_path, body)
-    report = examine(tmp_path)
+    report = examine(write(tmp_path, body))
     hostile = report.of_part("rmsnorm-pytorch")
     first = next(row for row in hostile if row.status == BROKEN)
     assert re.search(said, first.seen), report
@@ -193,8 +196,7 @@ def test_harm_gets_a_verdict_and_the_rest_is_graded(body, said, tmp_path, monkey
     ],
 )
 def test_what_does_no_harm_to_results_is_graded_as_usual(body, tmp_path):
-    write(tmp_path, body)
-    report = examine(tmp_path)
+    report = examine(write(tmp_path, body))
     hands = [row for row in report.rows if not row.invariant.startswith("the gradient of")]
     assert all(row.status == HOLDS for row in hands), report
     # The functions for one gradient of the submission above are wrong.
@@ -202,8 +204,8 @@ def test_what_does_no_harm_to_results_is_graded_as_usual(body, tmp_path):
 
 
 def test_a_module_that_fails_at_import_gets_a_verdict_for_each_part(tmp_path):
-    write(tmp_path, "    return Norm\n\n\nimport no_such_module\n")
-    report = examine(tmp_path)
+    body = "    return Norm\n\n\nimport no_such_module\n"
+    report = examine(write(tmp_path, body))
     for part in ("rmsnorm-pytorch", "rmsnorm-triton"):
         assert "No module named 'no_such_module'" in report.of_part(part)[0].seen, report
     assert report.counts()[HOLDS] == 0
