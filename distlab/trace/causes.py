@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distlab.measure.trace.intervals import Cover, Interval
+from distlab.measure.trace.kernels import short_kernel_name
 from distlab.measure.trace.reader import Event
 from distlab.trace.ranks import Message, RankStep, RankSteps
 
@@ -245,6 +246,13 @@ def named(event: Event) -> str:
     return " ".join(words)
 
 
+def _kernel_or_copy(event: Event) -> str:
+    """Return the name of a kernel without its types, or that of a copy."""
+    if event.name.startswith(("Memcpy", "Memset")):
+        return event.name
+    return short_kernel_name(event.name)
+
+
 class Host:
     """What the host of one rank does, to be asked about intervals of the device.
 
@@ -365,11 +373,11 @@ def why_idle(step: RankStep, host: Host) -> list[Blame]:
             found.append(Blame(cause, end - begin, "at the end of the step"))
         elif following.launched_ms is not None and following.launched_ms < begin:
             # It was in the queue before the device became idle.
-            found.append(Blame(UNKNOWN, end - begin, following.name))
+            found.append(Blame(UNKNOWN, end - begin, _kernel_or_copy(following)))
         elif following.kind == "communication" and host.on_gpu:
             found.append(Blame(LATE, end - begin, named(following)))
         else:
-            about = f"before {following.operator or following.name}"
+            about = f"before {following.operator or _kernel_or_copy(following)}"
             found.append(Blame(cause, end - begin, about))
     return found
 

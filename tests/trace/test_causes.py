@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from distlab.measure.trace.kernels import short_kernel_name
 from distlab.trace import explain_traces
 from distlab.trace.explanation import parts_of
 from tests.trace import handmade
@@ -177,3 +178,18 @@ def test_time_grows_linearly_with_the_events(tmp_path):
         explain_traces([path])
         seconds.append(time.process_time() - began)
     assert seconds[1] < 40 * seconds[0]
+
+
+@pytest.mark.parametrize(
+    "name, short",
+    [
+        (
+            "void at::native::elementwise_kernel<128, 2>(int, (x)::y)",
+            "at::native::elementwise_kernel",
+        ),
+        ("void fbgemm_gpu::(anonymous namespace)::_to_float<float>(int)", "fbgemm_gpu::_to_float"),
+        ("nvjet_tst_128x256", "nvjet_tst_128x256"),
+    ],
+)
+def test_a_kernel_is_named_without_its_types(name, short):
+    assert short_kernel_name(name) == short

@@ -199,6 +199,15 @@ def category(name: str, operator: str | None = None) -> str:
     return OTHER
 
 
+def short_kernel_name(name: str) -> str:
+    """Return a C++ kernel's name without its return type, parameters and template arguments.
+
+    `void at::native::elementwise_kernel<128, 2, …>(int, …)` is `at::native::elementwise_kernel`.
+    """
+    name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    return re.split(r"[<(]", name, maxsplit=1)[0].strip() or name
+
+
 def readable(name: str) -> str:
     """Return an operator's name without autograd's prefix and the hash of a compiled graph."""
     name = name.removeprefix("autograd::engine::evaluate_function: ")
