@@ -407,6 +407,7 @@ EXPERIMENT = Experiment(
         "lengths": LENGTHS,
         "lengths-cpu": SMALL | {"lengths": (64, 128)},
         "fp32": FP32,
+        "fp32-cpu": SMALL,
         "quick": {"rounds": 3},
         "quick-cpu": SMALL,
         "smoke": SMALL,
