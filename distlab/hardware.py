@@ -72,6 +72,14 @@ class GPUSpec:
         return self.peak["fp32"] / (self.sms * self.fp32_lanes_per_sm * 2)
 
     @property
+    def register_bandwidth(self) -> float:
+        """Bytes per second of one 4-byte operand of each multiply-add, at the fp32 peak.
+
+        A multiply-add reads three operands. `gpu_lessons --parts levels` measures one.
+        """
+        return self.sms * self.fp32_lanes_per_sm * 4 * self.clock
+
+    @property
     def shared_bandwidth(self) -> float:
         """Bytes per second of all shared memories: 32 banks of 4 bytes per SM and clock."""
         return self.sms * 128 * self.clock
@@ -180,7 +188,8 @@ B200 = replace(
     # An eighth of an HGX B200; where the datasheet says "with sparsity", half of that.
     peak=_tera(fp64=37, fp32=75, tf32=1100, bf16=2250, fp16=2250, fp8=4500),
     source=(
-        "NVIDIA HGX B200 and DGX B200 datasheets; NVIDIA Blackwell Tuning Guide, compute "
+        "NVIDIA HGX B200 and DGX B200 datasheets (1,440 GB for 8 GPUs are 180 GB each; the chip's "
+        "memory is 192 GB); NVIDIA Blackwell Tuning Guide, compute "
         "capability 10.0 (an SM's registers, warps and memories are the H100's); SM count and L2 "
         "from published device queries, not checked on a device here"
     ),

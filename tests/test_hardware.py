@@ -69,6 +69,7 @@ def test_bandwidth_grows_towards_the_core():
             or spec.hbm_bandwidth < spec.l2_bandwidth < spec.shared_bandwidth
         )
         assert spec.shared_bandwidth > 3 * spec.hbm_bandwidth
+        assert spec.register_bandwidth > spec.shared_bandwidth
         assert 4 * spec.registers_per_sm == 256 * hardware.KIB
         assert 1.2e9 < spec.clock < 2.1e9  # from peak and SMs: a slip of a power of ten shows
     assert lookup("NVIDIA A100-SXM4-80GB").clock == pytest.approx(1.41e9, rel=2e-3)

@@ -211,6 +211,29 @@ EXPERIMENT = Experiment(
             "profile_steps": 0,
             "strategies": strategies_on("cpu"),
         },
+        # Latency against bandwidth: the sizes of the course's handout, then one bucket of all
+        # gradients.
+        "buckets": {
+            "size": "xl",
+            "batch": 8,
+            "context": 512,
+            "dtype": "bf16",
+            "compile": "off",
+            "bucket_sizes_mb": (1.0, 10.0, 100.0, 1000.0, None),
+            "warmup": 2,
+            "steps": 4,
+            "rounds": 2,
+            "check_steps": 0,
+            "strategies": ("local", "bucketed"),
+        },
+        "buckets-cpu": {
+            "size": "tiny",
+            "batch": 4,
+            "context": 64,
+            "dtype": "fp32",
+            "bucket_sizes_mb": (0.1, 1.0, 10.0, None),
+            "steps": 10,
+        },
         "quick": QUICK,
         "smoke": QUICK
         | {

@@ -5,6 +5,7 @@
     distlab run kernel_roofline --preset chains             # chains of operations as one kernel
     distlab run kernel_roofline --chain bias gelu multiply  # one of your own
     distlab run kernel_roofline --only add --shrink 1 8 64  # the same at smaller sizes
+    distlab run kernel_roofline --preset sizes              # three operations along their size
     distlab run kernel_roofline --only rms_norm --yours my_kernels:rms_norm
 
 Each operation in each direction × (ours, naive: plain torch one kernel at a time, builtin: torch's
@@ -178,6 +179,8 @@ SMALL = {"small": True, "variants": ("ours", "naive", "builtin"), "repeat_ms": 1
 PRESETS = {
     "quick": {"only": ("rms_norm", "layer_norm", "softmax", "swiglu", "cross_entropy", "matmul")},
     "quick-cpu": SMALL | {"only": ()},
+    "sizes": {"only": ("add", "softmax", "matmul"), "shrink": (1, 8, 64, 512)},
+    "sizes-cpu": SMALL | {"only": ("add", "softmax", "matmul"), "shrink": (1, 2, 4)},
     "chains": {"only": tuple("+".join(chain) for chain in CHAINS)},
     "chains-cpu": {"small": True, "repeat_ms": 1, "variants": SMALL["variants"]},
     "smoke": SMALL | {"only": ("add", "rms_norm", "matmul", "+".join(CHAINS[0]))},
@@ -317,10 +320,13 @@ class Row:
             )
             del fresh, results
             again = self._maker(function)()
-            kernels = [
-                count for name, count in launched(again).items() if not name.startswith(NO_KERNELS)
-            ]
-            metrics["kernels"] = sum(kernels)
+            kernels = {
+                name: count
+                for name, count in launched(again).items()
+                if not name.startswith(NO_KERNELS)
+            }
+            metrics["kernels"] = sum(kernels.values())
+            metrics["kernel_names"] = sorted(kernels)
             if variant == "ours":
                 metrics |= of_our_kernels(again)
             elif variant == "yours":

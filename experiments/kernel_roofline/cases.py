@@ -66,6 +66,13 @@ def cases(small: bool = False) -> list["Case"]:
         Case(name="weighted_sum", make=weighted_sum, shape=(8192, 4096), tiny=(4, 64)),
         Case(name="layer_norm", make=layer_norm, shape=(8192, 4096), tiny=(4, 64)),
         Case(name="rms_norm", make=rms_norm, shape=(8192, 4096), tiny=(4, 64)),
+        Case(
+            name="layer_norm_one_dtype",
+            make=layer_norm_one_dtype,
+            shape=(8192, 4096),
+            tiny=(4, 64),
+            directions=("fwd",),
+        ),
         Case(name="weighted_sum", make=weighted_sum, shape=(65536, 4096), tiny=(4, 64)),
         Case(name="layer_norm", make=layer_norm, shape=(65536, 4096), tiny=(4, 64)),
         Case(name="rms_norm", make=rms_norm, shape=(65536, 4096), tiny=(4, 64)),
@@ -510,6 +517,19 @@ def layer_norm(shape: Shape, dtype: torch.dtype) -> Operation:
     )
 
 
+def layer_norm_one_dtype(shape: Shape, dtype: torch.dtype) -> Operation:
+    """LayerNorm whose naive form is written operation by operation in the inputs' dtype."""
+
+    def naive(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        mean = x.mean(-1, keepdim=True)
+        variance = x.var(-1, correction=0, keepdim=True)
+        centred = x - mean
+        normalized = centred * torch.rsqrt(variance + 1e-5)
+        return torch.addcmul(bias, normalized, weight)
+
+    return dataclasses.replace(layer_norm(shape, dtype), naive=naive, liger=None)
+
+
 def rms_norm(shape: Shape, dtype: torch.dtype) -> Operation:
     """RMSNorm over the last dimension, with a weight."""
     import kernels.rmsnorm
@@ -828,6 +848,12 @@ def linear_gelu_dropout(shape: Shape, dtype: torch.dtype) -> Operation:
     def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return kernels.dropout.linear_gelu_dropout(x, weight, bias, 0.1)
 
+    def naive(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        product = x @ weight.T
+        hidden = reference.gelu(product + bias)
+        kept = torch.rand_like(hidden) >= 0.1
+        return hidden * kept / 0.9
+
     def builtin(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         hidden = F.gelu(F.linear(x, weight, bias), approximate="tanh")
         return F.dropout(hidden, 0.1)
@@ -839,6 +865,7 @@ def linear_gelu_dropout(shape: Shape, dtype: torch.dtype) -> Operation:
     return Operation(
         inputs=[Normal((rows, width)), Normal((features, width)), Normal((features,))],
         ours=ours,
+        naive=naive,
         builtin=builtin,
         forward_cost=cost(backward=False),
         backward_cost=cost(backward=True),

@@ -1,8 +1,9 @@
 """One kernel for chains around a row operation.
 
-    [x + residual] → norm or softmax → [· SCALE] → [+ bias] → [silu]
+    [x + residual] → [exp] → [+ 1] → norm, softmax or normalize → [· SCALE] → [+ bias] → [silu]
 
-    s = x + residual, in fp32, never stored;  z = RMSNorm(s)·w, LayerNorm(s)·w + b or softmax(s)
+    s = exp(x + residual) + 1, in fp32, never stored
+    z = RMSNorm(s)·w, LayerNorm(s)·w + b, softmax(s) or, for normalize, s over its row's sum
     y = silu(SCALE·z + bias)
 
 Shapes: x, residual, y (N, D), contiguous, any of fp32, fp16 and bf16; w, b, bias (D). A program per
@@ -31,6 +32,8 @@ def chain_kernel(
     cols,
     eps,
     RESIDUAL: tl.constexpr,
+    EXP: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
     KIND: tl.constexpr,
     SCALE: tl.constexpr,
     BIAS: tl.constexpr,
@@ -46,11 +49,20 @@ def chain_kernel(
     s = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         s += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if EXP:
+        s = tl.exp(s)
+    if PLUS_ONE:
+        s += 1.0
+    # Columns beyond the row's end are 1 or 2 now, and must not count in its sums.
+    if EXP or PLUS_ONE:
+        s = tl.where(real, s, 0.0)
     if KIND == "softmax":
         powered = tl.where(
             real, tl.exp(s - tl.max(tl.where(real, s, float("-inf")), 1)[:, None]), 0.0
         )
         y = powered / tl.sum(powered, 1)[:, None]
+    elif KIND == "normalize":
+        y = s / tl.sum(s, 1)[:, None]
     else:
         if KIND == "layer_norm":
             s = tl.where(real, s - (tl.sum(s, 1) / cols)[:, None], 0.0)
@@ -69,6 +81,8 @@ def chain_kernel(
 def launch(
     x: Tensor,
     residual: Tensor | None,
+    exp: bool,
+    plus_one: bool,
     kind: str,
     w: Tensor | None,
     b: Tensor | None,
@@ -77,7 +91,7 @@ def launch(
     silu: bool,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Return y. `kind` is rms_norm, layer_norm or softmax."""
+    """Return y. `kind` is rms_norm, layer_norm, softmax or normalize."""
     y, (rows, cols) = torch.empty_like(x), x.shape
     how = row_launch("chain", cols)
     _dispatch.launch(
@@ -93,6 +107,8 @@ def launch(
         cols,
         eps,
         RESIDUAL=residual is not None,
+        EXP=exp,
+        PLUS_ONE=plus_one,
         KIND=kind,
         SCALE=scale,
         BIAS=bias is not None,

@@ -73,6 +73,15 @@ def _scale(x: Tensor) -> Tensor:
     return x * SCALE
 
 
+def _plus_one(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def _normalize(x: Tensor) -> Tensor:
+    row_sums = x.sum(-1, keepdim=True)
+    return x / row_sums
+
+
 def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, 1e-5)
 
@@ -87,6 +96,8 @@ STEPS = {
     "scale": _plain("", _scale),
     "bias": _plain("v", torch.add),
     "relu": _plain("", torch.relu),
+    "exp": _plain("", torch.exp),
+    "plus_one": _plain("", _plus_one),
     "silu": Step(takes="", one=F.silu, naive=reference.silu, flops=4),
     "gelu": Step(takes="", one=partial(F.gelu, approximate="tanh"), naive=reference.gelu, flops=8),
     "rms_norm": Step(takes="v", one=_rms_norm, naive=reference.rms_norm, pattern=ROWS, flops=4),
@@ -96,6 +107,8 @@ STEPS = {
     "softmax": Step(
         takes="", one=partial(F.softmax, dim=-1), naive=reference.softmax, pattern=ROWS, flops=5
     ),
+    # x over the sum of its row, for which torch has no single operator: two launches
+    "normalize": _plain("", _normalize)._replace(pattern=ROWS),
 }
 Chain = tuple[str, ...]
 CHAINS: tuple[Chain, ...] = (
@@ -103,6 +116,7 @@ CHAINS: tuple[Chain, ...] = (
     ("add", "rms_norm", "silu"),
     ("add", "layer_norm"),
     ("softmax", "scale", "bias"),
+    ("exp", "plus_one", "normalize"),
     # Better left to Inductor, which makes one kernel of them that moves the least bytes:
     ("bias", "gelu"),
     ("scale", "bias", "relu"),
@@ -135,15 +149,14 @@ def applied(chain: Chain, naive: bool) -> Function:
 def in_one_kernel(chain: Chain) -> Function | None:
     """Return the chain by `chain_kernel`. None if the kernel does not have its form.
 
-    The form is [add] → a row operation → [scale] → [bias] → [silu].
+    The form is [add] → [exp] → [plus_one] → a row operation → [scale] → [bias] → [silu].
     """
     rows = [name for name in chain if STEPS[name].pattern == ROWS]
     if len(rows) != 1:
         return None
     kind = rows[0]
-    in_the_kernels_order = [
-        name for name in ("add", kind, "scale", "bias", "silu") if name in chain
-    ]
+    form = ("add", "exp", "plus_one", kind, "scale", "bias", "silu")
+    in_the_kernels_order = [name for name in form if name in chain]
     if list(chain) != in_the_kernels_order:
         return None
 
@@ -164,6 +177,8 @@ def in_one_kernel(chain: Chain) -> Function | None:
         return launch(
             x,
             residual=residual,
+            exp="exp" in chain,
+            plus_one="plus_one" in chain,
             kind=kind,
             w=w,
             b=b,
@@ -196,15 +211,32 @@ def chain_graph(chain: Sequence[str], shape: Sequence[int], itemsize: int) -> Gr
             operands.append(operand)
             sizes[operand] = (count if kind == "x" else width) * itemsize
         sizes[after] = count * itemsize
+        pattern = step.pattern
+        if name == "normalize":
+            # The sum of each row is a kernel of its own, and the division reads the tensor again.
+            sums = f"sums{number}"
+            sizes[sums] = rows * itemsize
+            operators.append(
+                Operator(
+                    name=f"sum {number}",
+                    reads=(before,),
+                    writes=(sums,),
+                    flops=count,
+                    pattern=ROWS,
+                    row_bytes=4 * width,
+                )
+            )
+            operands.append(sums)
+            name, pattern = "divide", POINTWISE
         # A row operation holds a whole row, in fp32.
-        held_bytes = 4 * width if step.pattern == ROWS else 0
+        held_bytes = 4 * width if pattern == ROWS else 0
         operators.append(
             Operator(
                 name=f"{name} {number}",
                 reads=(before, *operands),
                 writes=(after,),
                 flops=step.flops * count,
-                pattern=step.pattern,
+                pattern=pattern,
                 row_bytes=held_bytes,
             )
         )
@@ -261,22 +293,26 @@ def accounting(
         limits: rates of this run, see `device_times.ceilings`.
     """
     graph = chain_graph(case.chain, case.shape, getattr(torch, case.dtype).itemsize)
-    steps = _step_rows(case.chain, graph, limits)
+    steps = _step_rows(graph, limits)
     one_by_one_ms = sum(metrics["predicted_time_p50_ms"] for _, metrics in steps)
     return steps + _form_rows(case, graph, one_by_one_ms, rows, limits)
 
 
-def _step_rows(
-    chain: Chain, graph: Graph, limits: dict[str, float]
-) -> list[tuple[str, dict[str, Any]]]:
-    """Return name and metrics of each step by itself."""
+def _step_rows(graph: Graph, limits: dict[str, float]) -> list[tuple[str, dict[str, Any]]]:
+    """Return name and metrics of each operator by itself."""
     found = []
-    for name, operator in zip(chain, graph.operators, strict=True):
+    for operator in graph.operators:
+        name = operator.name.rpartition(" ")[0]  # "add 0" is the first operator of its chain
         read = sum(graph.sizes[tensor] for tensor in operator.reads)
         written = sum(graph.sizes[tensor] for tensor in operator.writes)
-        if operator.pattern == ROWS:
+        has_smaller_operand = any(
+            graph.sizes[tensor] < graph.sizes["x0"] for tensor in operator.reads
+        )
+        if name == "sum":
+            rate = limits["reduce_gb_per_s"]
+        elif operator.pattern == ROWS:
             rate = limits["rows_gb_per_s"]
-        elif "v" in STEPS[name].takes:
+        elif has_smaller_operand:
             rate = limits["broadcast_gb_per_s"]
         else:
             rate = limits["copy_gb_per_s"]

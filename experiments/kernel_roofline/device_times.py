@@ -141,17 +141,20 @@ def of_triton_kernels(run: Callable[[], Any]) -> dict[str, float]:
             run()
     finally:
         triton.runtime.jit.JITFunction.run = launch
-    return needed(compiled) if compiled else {}
+    return needed(compiled)
 
 
 def needed(compiled: Sequence[Any]) -> dict[str, float]:
     """Return the largest `registers` and `spill_bytes` of any of these compiled kernels.
 
-    `occupancy_pct` is the smallest share of an SM's warps that can run at the same time. It is
-    there for GPUs whose datasheet is known.
+    {} without kernels, because 0 registers would look like a measurement. `occupancy_pct` is the
+    smallest share of an SM's warps that can run at the same time. It is there for GPUs whose
+    datasheet is known.
     """
     from kernels._compile import resources
 
+    if not compiled:
+        return {}
     spec = None
     if torch.cuda.is_available():  # kernels can be compiled without one
         spec = hardware.lookup(torch.cuda.get_device_name())

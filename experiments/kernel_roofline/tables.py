@@ -394,6 +394,7 @@ VIEW = View(
         Column("metrics.gb_per_s", "GB/s", ",.0f"),
         *SHARES,
         Column("metrics.kernels", "kernels"),
+        Column("metrics.kernel_names", "kernel names", ", ".join, align="left", optional=True),
         Column("metrics.registers", "registers", missing=""),
         Column("metrics.spill_bytes", "spilled", missing=""),
         Column("metrics.occupancy_pct", "occupancy %", ".0f", missing="", optional=True),

@@ -1,15 +1,16 @@
 """What does each step towards a fast attention kernel bring?
 
     distlab run attention_steps                                  # 64 heads of 4,096 tokens
-    distlab run attention_steps --head-dims 64 128    # of two widths
+    distlab run attention_steps --head-dims 64 128               # of two widths
+    distlab run attention_steps --preset lengths                 # 512 to 65,536 tokens
+    distlab run attention_steps --preset fp32                    # four widths in fp32
     TRITON_INTERPRET=1 distlab run attention_steps --quick       # without a GPU: are they right?
 
 Seven kernels in Triton, each the one before with one thing changed (read `_lesson_attention.py`
 next to this table): 16 × 16 tiles; full tiles, which the tensor cores of a Hopper GPU want; masked
 tiles skipped; the diagonal in a loop of its own; tuned tiles; tensor descriptors; the backward in
-one pass. Around them, in the same rounds: attention as in the formula, a `torch.compile`d backward
-behind a Triton forward, the shipped kernels, torch's own, and the shipped kernels in fp32, with
-exact fp32 multiplications and with emulated ones.
+one pass. Around them, in the same rounds: attention as in the formula, the shipped kernels and
+torch's own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,14 +51,16 @@ def _tuned(forward: Tile, dkdv: Tile, dq: Tile) -> Step:
     return Step("tuned tiles", forward=forward, dkdv=dkdv, dq=dq, skip=True, split=True)
 
 
-# By head dim; 16 is for the interpreter, where every tile costs milliseconds.
+# By head dim; 16 is for the interpreter, where every tile costs milliseconds, and 32 has the tiles
+# of 64.
 TUNED = {
     16: _tuned(forward=Tile(32, 64), dkdv=Tile(32, 32), dq=Tile(32, 64)),
+    32: _tuned(forward=Tile(64, 128), dkdv=FULL, dq=Tile(64, 128)),
     64: _tuned(forward=Tile(64, 128), dkdv=FULL, dq=Tile(64, 128)),
     128: _tuned(forward=Tile(128, 64, 8), dkdv=Tile(32, 64), dq=Tile(128, 64, 8)),
 }
 # tiles of the backward in one pass, by head dim
-ONE_PASS = {16: Tile(32, 32), 64: FULL, 128: Tile(64, 64, 8)}
+ONE_PASS = {16: Tile(32, 32), 32: FULL, 64: FULL, 128: Tile(64, 64, 8)}
 NAIVE = "as in the formula"
 OTHERS = {NAIVE: "naive", "shipped": "ours", "sdpa-flash": "sdpa-flash", "sdpa-cudnn": "sdpa-cudnn"}
 # of the largest value; a GPU's fp32 steps are TF32
@@ -68,11 +71,13 @@ Calls = Mapping[str, Callable[[], Any]]  # "fwd" and "bwd" of a variant → its 
 
 @dataclass(frozen=True)
 class AttentionStepsConfig(Options):
-    """Options of a run: a row per head dim and variant."""
+    """Options of a run: a row per head dim, length and variant."""
 
     head_dims: tuple[int, ...] = option((64,), "widths of a head", choices=tuple(TUNED))
     heads: int = option(64, "number of heads, batch × heads", least=1)
-    length: int = option(4096, "tokens, a multiple of every tile", least=1)
+    lengths: tuple[int, ...] = option(
+        (4096,), "tokens, one or several, multiples of every tile", least=1, flag="--length"
+    )
     dtype: str = option("bfloat16", "dtype of the steps", choices=tuple(TOLERANCE))
     rounds: int = option(6, "interleaved rounds", least=3)
     calls: int = option(10, "timed calls in a round", least=1)
@@ -84,11 +89,12 @@ class AttentionStepsConfig(Options):
             for step in staircase(head_dim):
                 for tile in (step.forward, step.dkdv, step.dq):
                     largest = max(largest, tile.m, tile.n)
-        if self.length % largest:
-            raise ValueError(
-                f"length={self.length}: these kernels have no ragged tiles; give a multiple of "
-                f"{largest}"
-            )
+        for length in self.lengths:
+            if length % largest:
+                raise ValueError(
+                    f"length={length}: these kernels have no ragged tiles; give a multiple of "
+                    f"{largest}"
+                )
 
 
 def staircase(head_dim: int) -> list[Step]:
@@ -153,40 +159,52 @@ def check(calls: Calls, shape: Shape, tensors: Sequence[Tensor]) -> Metrics:
 
 
 def measure(config: AttentionStepsConfig, context: RankContext, run: Run) -> None:
-    """Add a row per head dim and variant. Those of one head dim are timed in the same rounds."""
+    """Add a row per head dim, length and variant.
+
+    Variants of one head dim and length are timed in the same rounds.
+    """
     check_runs(context.device)
-    others = tuple(OTHERS) if context.device.type == "cuda" else (NAIVE,)
     for head_dim in config.head_dims:
-        steps = {step.name: step for step in staircase(head_dim)}
-        names = [*steps, *others]
-        if all(run.done(name, head_dim=head_dim) for name in names):
-            continue
-        shape = Shape(
-            batch=1,
-            heads=config.heads,
-            kv_heads=config.heads,
-            queries=config.length,
-            keys=config.length,
-            head_dim=head_dim,
-        )
-        tensors = inputs(shape, config.dtype, context.device.type)
-        found: dict[str, Metrics] = {}
-        calls: dict[str, Calls] = {}
-        for name in names:
-            run.progress(f"{name}, head dim {head_dim}")
-            found[name] = attempt(partial(ready, calls, name, shape, tensors, steps))
-        timed = {
-            name: partial(once, calls_of_variant, config.calls, context.device)
-            for name, calls_of_variant in calls.items()
-        }
-        for name, metrics in sample_rounds(timed, config.rounds).items():
-            found[name] |= metrics
-        gains(found, [*steps.values()], config.length)
-        for name, metrics in found.items():
-            if "fwd_p50_ms" in metrics:
-                metrics |= rates(metrics, shape)
-            kind = "steps" if name in steps else "others"
-            run.add(name, metrics, head_dim=head_dim, kind=kind)
+        for length in config.lengths:
+            # In a function of its own, so that its tensors are freed before the next ones are made.
+            _measure_shape(config, context, run, head_dim, length)
+
+
+def _measure_shape(
+    config: AttentionStepsConfig, context: RankContext, run: Run, head_dim: int, length: int
+) -> None:
+    """Add the rows of one head dim and length, unless all are there."""
+    others = tuple(OTHERS) if context.device.type == "cuda" else (NAIVE,)
+    steps = {step.name: step for step in staircase(head_dim)}
+    names = [*steps, *others]
+    if all(run.done(name, head_dim=head_dim, length=length) for name in names):
+        return
+    shape = Shape(
+        batch=1,
+        heads=config.heads,
+        kv_heads=config.heads,
+        queries=length,
+        keys=length,
+        head_dim=head_dim,
+    )
+    tensors = inputs(shape, config.dtype, context.device.type)
+    found: dict[str, Metrics] = {}
+    calls: dict[str, Calls] = {}
+    for name in names:
+        run.progress(f"{name}, head dim {head_dim}, {length:,} tokens")
+        found[name] = attempt(partial(ready, calls, name, shape, tensors, steps))
+    timed = {
+        name: partial(once, calls_of_variant, config.calls, context.device)
+        for name, calls_of_variant in calls.items()
+    }
+    for name, metrics in sample_rounds(timed, config.rounds).items():
+        found[name] |= metrics
+    gains(found, [*steps.values()], length)
+    for name, metrics in found.items():
+        if "fwd_p50_ms" in metrics:
+            metrics |= rates(metrics, shape)
+        kind = "steps" if name in steps else "others"
+        run.add(name, metrics, head_dim=head_dim, length=length, kind=kind)
 
 
 def rates(metrics: Metrics, shape: Shape) -> Metrics:
@@ -256,8 +274,16 @@ def draw(records: Records, path: Path) -> None:
     Rows that take several times longer stay in the table.
     """
     records = [r for r in records if r.variant != NAIVE]
-    several = len({r.config["head_dim"] for r in records}) > 1
-    labels = [f"{r.variant}, d = {r.config['head_dim']}" if several else r.variant for r in records]
+    several_widths = len({r.config["head_dim"] for r in records}) > 1
+    several_lengths = len({r.config["length"] for r in records}) > 1
+    labels = []
+    for record in records:
+        label = record.variant
+        if several_widths:
+            label += f", d = {record.config['head_dim']}"
+        if several_lengths:
+            label += f", {record.config['length']:,} tokens"
+        labels.append(label)
     parts = {
         "forward": [_bar(r.metrics, "fwd_p50_ms") for r in records],
         "backward": [_bar(r.metrics, "bwd_p50_ms") for r in records],
@@ -298,12 +324,20 @@ def gain_columns(way: str, title: str) -> tuple[Column, Column, Column]:
     )
 
 
+def tokens(records: Records) -> str:
+    """Return the lengths of the records, for the headline."""
+    lengths = sorted({record.config["length"] for record in records})
+    return " or ".join(f"{length:,}" for length in lengths)
+
+
 headline = headline_from(
-    "{heads} × {length:,} × d, {dtype}, causal, {device_name}, torch {torch}, triton {triton}"
+    "{heads} × {tokens} × d, {dtype}, causal, {device_name}, torch {torch}, triton {triton}",
+    tokens=tokens,
 )
 VIEW = View(
     columns=[
         Column("config.head_dim", "d"),
+        Column("config.length", "tokens", ",d"),
         Column("variant", "step"),
         Column("metrics.fwd_p50_ms", "forward ms", ".3f"),
         Column("metrics.bwd_p50_ms", "backward ms", ".3f"),
@@ -347,12 +381,37 @@ VIEW = View(
     prediction="From the tiles that a step visits, where a step changes their number or what is "
     "done in each.",
 )
-SMALL = {"head_dims": (16,), "heads": 1, "length": 64, "dtype": "float32", "rounds": 3, "calls": 1}
+SMALL = {
+    "head_dims": (16,),
+    "heads": 1,
+    "lengths": (64,),
+    "dtype": "float32",
+    "rounds": 3,
+    "calls": 1,
+}
+# From lengths at which no tile can be skipped to those at which nearly half of all are.
+LENGTHS = {"lengths": (512, 1024, 4096, 16384, 65536), "heads": 8, "rounds": 3, "calls": 3}
+FP32 = {
+    "head_dims": (16, 32, 64, 128),
+    "lengths": (16384,),
+    "heads": 1,
+    "dtype": "float32",
+    "rounds": 3,
+    "calls": 3,
+}
 EXPERIMENT = Experiment(
     AttentionStepsConfig,
     measure,
     VIEW,
-    presets={"quick": {"rounds": 3}, "quick-cpu": SMALL, "smoke": SMALL},
+    presets={
+        "lengths": LENGTHS,
+        "lengths-cpu": SMALL | {"lengths": (64, 128)},
+        "fp32": FP32,
+        "fp32-cpu": SMALL,
+        "quick": {"rounds": 3},
+        "quick-cpu": SMALL,
+        "smoke": SMALL,
+    },
     gpus=1,
     wrong=wrong,
 )

@@ -119,6 +119,7 @@ class Specifications(Calculation):
                 "L2 MiB": spec.l2_bytes // 2**20,
                 "HBM GB": spec.hbm_bytes // 10**9,
                 "HBM GB/s": spec.hbm_bandwidth / 1e9,
+                "register TB/s": round(spec.register_bandwidth / 1e12, 1),
                 "shared TB/s": round(spec.shared_bandwidth / 1e12, 1),
                 "L2 TB/s": None if l2_bandwidth is None else round(l2_bandwidth / 1e12, 1),
                 "bf16 TFLOP/s": spec.peak["bf16"] / 1e12,

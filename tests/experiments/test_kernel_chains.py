@@ -7,8 +7,10 @@ from functools import partial
 import pytest
 import torch
 
+from distlab.hardware import H100_SXM
 from distlab.measure.memory_traffic import KINDS
 from distlab.report import Record, ratio_metrics
+from distlab.theory.fusion import advise
 from experiments.kernel_roofline import EXPERIMENT, chain_kernel
 from experiments.kernel_roofline.chains import (
     CHAINS,
@@ -27,7 +29,13 @@ from tests.experiments.noisy import Noise, each_seed, side_of_one
 from tests.kernels.fused import DEVICE, TOLERANCE
 from tests.kernels.near import near
 
-MORE = (("rms_norm",), ("add", "softmax", "silu"), ("layer_norm", "scale", "bias", "silu"))
+MORE = (
+    ("exp", "rms_norm"),
+    ("add", "plus_one", "softmax"),
+    ("rms_norm",),
+    ("add", "softmax", "silu"),
+    ("layer_norm", "scale", "bias", "silu"),
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -75,6 +83,22 @@ def test_the_traffic_of_a_chain():
     assert (
         graph.unfused().bytes == 7 * tensor + vector and graph.fused().bytes == 3 * tensor + vector
     )
+
+
+def test_the_traffic_of_exp_plus_one_and_the_division_by_the_sum_of_a_row():
+    """Two, two, one and two tensors one by one, and two fused: 3.5 times the bytes."""
+    tensor = 8192 * 4096 * 2
+    sums = 8192 * 2
+    graph = chain_graph(("exp", "plus_one", "normalize"), (8192, 4096), 2)
+    assert [operator.name for operator in graph.operators] == [
+        "exp 0",
+        "plus_one 1",
+        "sum 2",
+        "divide 2",
+    ]
+    assert graph.unfused().bytes == 7 * tensor + 2 * sums and graph.fused().bytes == 2 * tensor
+    (group,) = advise(graph, H100_SXM).groups
+    assert len(group) == 4
 
 
 def test_chains_in_small(smoke, tmp_path):

@@ -317,6 +317,7 @@ with compile_for(90), mock.patch.object(_dispatch, "runs_triton", lambda x: True
     print(of_our_kernels(lambda: softmax.forward_op(x))["registers"])
     print(of_triton_kernels(lambda: softmax.forward_op(x))["registers"])
     assert of_triton_kernels(lambda: x + x) == {}
+    assert of_our_kernels(lambda: x + x) == {}
 """
 
 

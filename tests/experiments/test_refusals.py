@@ -87,7 +87,7 @@ WITHOUT_A_GPU = {
     "collectives --nproc=2 --backend=nccl": "needs an NVIDIA GPU",
     "attention_sweep": "needs 1 GPU",
     "ddp_bench --nproc=3 --backend=nccl": "nccl",
-    "kernel_roofline": "--quick or --preset chains runs a small form",
+    "kernel_roofline": "--quick or --preset sizes or --preset chains runs a small form",
     "mixed_precision --device cuda": "no GPU",
     "model_benchmark --nvtx": "CUDA device",
 }

@@ -9,9 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from distlab.model import ModelConfig, TransformerLM, checkpoint_plan
 from distlab.model.config import RECOMPUTATION
 from distlab.theory.flops import forward_flops, step_flops
-from distlab.theory.memory.recompute import (
-    recomputed_flops,
-)
+from distlab.theory.memory.recompute import nested_bytes, recomputed_flops
 
 
 @pytest.mark.parametrize("group", [0, 1, 3, 5, 7])
@@ -40,3 +38,17 @@ def test_what_blocks_keep_does_not_run_again(plan):
     sizes, keeps = config.sizes(2), checkpoint_plan(plan, 5)
     scores = forward_flops(**sizes).attention_scores // 5 * keeps.count("block")
     assert found[0] - found[1] == recomputed_flops(keeps, **sizes) - scores
+
+
+@pytest.mark.parametrize("exponent", [4, 6, 8, 10])
+def test_equal_cuts_of_segments_keep_as_many_inputs_as_the_closed_form_says(exponent):
+    """(m + 1)·L^(1/(m + 1)) for m levels, where it is exact, and never more than √L·log₂ L."""
+    blocks = 2**exponent
+    for levels in range(1, exponent):
+        if exponent % (levels + 1):
+            continue
+        cut = blocks ** (1 / (levels + 1))
+        segments = tuple(round(blocks / cut**level) for level in range(1, levels + 1))
+        kept = nested_bytes(blocks, segments, input_bytes=1, block_bytes=1)
+        assert kept == round((levels + 1) * cut)
+        assert kept <= blocks**0.5 * exponent

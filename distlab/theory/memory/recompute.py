@@ -9,6 +9,11 @@ worst,
 (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", sec. 3; they count c = b, hence
 √L).
 
+Segments may be cut into segments again, which then run forward once more. With c = b, m levels of
+equal cuts keep (m + 1)·L^(1/(m+1)) inputs: 2·√L with one level, about 2·log₂ L when every segment
+is halved. A block runs again once per level, so halving takes L·log₂ L runs (Chen et al.).
+√L·log₂ L inputs bound all of these from above, for 16 blocks and more.
+
 A block that is recomputed by itself may keep some results in addition to its input (`KEEPS`): those
 of attention and matmuls, which then do not run again.
 """
@@ -44,6 +49,30 @@ def blocks_run_again(num_layers: int, group: int) -> tuple[int, int]:
         return 0, 0
     groups = -(-num_layers // group)
     return num_layers, groups
+
+
+def nested_bytes(
+    num_layers: int, segments: tuple[int, ...], *, input_bytes: int, block_bytes: int
+) -> int:
+    """Return the bytes that segments of segments keep at worst.
+
+    Every level keeps the inputs of its segments. A segment's inner levels exist only while it runs
+    backward, so they count once. Each block runs forward again once per level.
+
+    Args:
+        num_layers: number of blocks, L.
+        segments: blocks per segment, from the outermost level to the innermost: (8, 2) cuts
+            segments of 8 blocks into segments of 2.
+        input_bytes: bytes of a segment's input, c.
+        block_bytes: bytes that a block keeps for its backward, b.
+    """
+    kept = 0
+    blocks = num_layers
+    for segment in segments:
+        inputs = -(-blocks // segment)  # rounded up
+        kept += inputs * input_bytes
+        blocks = segment
+    return kept + blocks * block_bytes
 
 
 def recomputed_flops(

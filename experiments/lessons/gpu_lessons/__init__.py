@@ -37,6 +37,8 @@ multiple of the bytes that it moves:
 - saved: what GeLU's backward needs, stored by forward or computed again.
 - warps: RMSNorm of long rows by 1 to 32 warps: registers, spills, time.
 - operands: 2 to 32 tensors combined by one kernel: registers, time.
+- keys: a matmul under `triton.autotune`, with every key that its best tile depends on, and with one
+  key only.
 - cuda-add, cuda-softmax, cuda-matmul, cuda-attention: in Triton, in CUDA C++ (`cuda.py`) and by
   torch: lines, time.
 
@@ -208,6 +210,9 @@ VIEW = View(
     "only; of programs for one row each many are resident, and others run while one waits.\n\n"
     "prologues: that f(x) is not written and read again is paid by computing it for every 128 "
     "columns, where the matmul waits for it: a fusion that loses.\n\n"
+    "keys: a tuner tries its tiles once for each value of its keys. Both tuners here first see a "
+    "matmul of the same rows and few columns. With the rows as the only key, the choice for few "
+    "columns is kept.\n\n"
     "saved: six tensors moved, or five. operands: K tensors and the result. warps: a thread has at "
     "most 255 registers; what is more goes to memory, and comes back.\n\n"
     "cuda: lines are those of a kernel and of the functions that it calls, without comments and "

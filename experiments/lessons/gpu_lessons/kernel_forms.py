@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from experiments.lessons import _lesson_forms as kernels
 from kernels import rmsnorm
-from kernels._dispatch import forced, interpreted, launch
+from kernels._dispatch import forced, interpreted, launch, triton
 from kernels._rows import Launch, sum_columns
 
 from .lesson_bench import Bench
@@ -193,6 +194,38 @@ def operands(bench: Bench) -> None:
         bench.form("operands", f"{count} tensors", partial(computed, count), exact, (count + 1) / 3)
 
 
+def keys(bench: Bench) -> None:
+    """Compare a square matmul under `triton.autotune` with all of its keys, and with one.
+
+    Both tuners first see a narrow matmul. With the rows as its only key, a tuner takes the tile of
+    the narrow one for the square one, because both have the same number of rows.
+    """
+    side, narrow = size(4096, 64), size(128, 32)
+    x, w, narrow_w = (normal(bench, side, cols) for cols in (side, side, narrow))
+    y, narrow_y = torch.empty_like(w), torch.empty_like(narrow_w)
+    exact = x.double() @ w.double()
+    tiles = ((128, 128, 64, 8), (128, 64, 64, 4), (64, 64, 64, 4), (64, 32, 64, 4))
+    configs = []
+    for m, n, k, warps in ((32, 32, 32, 4),) if interpreted() else tiles:
+        blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k}
+        configs.append(triton.Config(blocks, num_warps=warps))
+
+    def multiplied(tuner: Any, w: Tensor, y: Tensor) -> Tensor:
+        cols = y.shape[1]
+
+        def grid(chosen: dict[str, int]) -> tuple[int, int]:
+            return cols // chosen["BLOCK_N"], side // chosen["BLOCK_M"]
+
+        tuner[grid](x, w, y, side, cols, side, FORM="none")
+        return y
+
+    for names in (("rows", "cols", "depth"), ("rows",)):
+        tuner = triton.autotune(configs, key=list(names))(kernels.prologue_kernel)
+        multiplied(tuner, narrow_w, narrow_y)
+        bench.form("keys", ", ".join(names), partial(multiplied, tuner, w, y), exact)
+    bench.form("keys", "torch", partial(torch.mm, x, w), exact)
+
+
 FORMS: dict[str, Callable[[Bench], None]] = {
     "sums": sums,
     "variance": variance,
@@ -202,4 +235,5 @@ FORMS: dict[str, Callable[[Bench], None]] = {
     "saved": saved,
     "warps": warps,
     "operands": operands,
+    "keys": keys,
 }

@@ -50,6 +50,15 @@ def test_tiles_need_not_be_square(m, n, split, fused):
 
 
 @ON_CPU
+def test_several_lengths_have_rows_of_their_own(tmp_path):
+    records = measured(attention_steps.EXPERIMENT, tmp_path, lengths=(64, 128))
+    lengths = [record.config["length"] for record in records]
+    assert lengths == [64] * (len(records) // 2) + [128] * (len(records) // 2)
+    assert {record.metrics["status"] for record in records} == {"ok"}
+    assert attention_steps.headline(records).startswith("1 × 64 or 128 × d")
+
+
+@ON_CPU
 def test_a_step_that_is_wrong_is_called_wrong(tmp_path, monkeypatch):
     real, last = lesson.backward, attention_steps.staircase(16)[-1]
     monkeypatch.setattr(attention_steps, "staircase", lambda head_dim: [last])
@@ -212,7 +221,7 @@ def test_ir_writes_every_stage(smoke):
 
 
 ON_GPU = {
-    attention_steps: {"heads": 2, "length": 512, "rounds": 3, "calls": 2},
+    attention_steps: {"heads": 2, "lengths": (512,), "rounds": 3, "calls": 2},
     gpu_lessons: {"elements": 2**20, "rounds": 200, "repeats": 3},
 }
 
