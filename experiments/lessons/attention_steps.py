@@ -366,6 +366,8 @@ VIEW = View(
     "the first head. TFLOP/s count causal pairs only, backward as 2.5 forwards. In Triton's "
     "interpreter times say nothing.",
     terminal=(
+        "head_dim",
+        "length",
         "fwd_p50_ms",
         "bwd_p50_ms",
         "fwd_bwd_p50_ms",
