@@ -63,8 +63,7 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
     )
     layouts: tuple[str, ...] = option(
         (),
-        "layouts of additional rows, in which ranks share a model: tp2, cp2-ring, pp2, tp2+cp2; "
-        "each step has the same sequences",
+        "layouts of additional rows, in which ranks share a model: tp2, cp2-ring, pp2, tp2+cp2",
     )
     micro_batches: int = option(4, "parts of a step's batch in rows with a pipeline", least=1)
     wraps: tuple[str, ...] = option(
@@ -72,7 +71,7 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
     )
     wrap_memory_gib: float | None = option(
         None,
-        "GiB that a rank may take while your wrapper is tried [its part of the free memory]",
+        "GiB of a rank while your wrapper is tried [its part of the free memory]",
         above=0,
     )
     check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
