@@ -218,7 +218,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 class _Parts(NamedTuple):
-    """What a wrapper returned, with the defaults of what it left out.
+    """Parts that a wrapper returned, with defaults for those that it left out.
 
     Attributes:
         call: module to call.

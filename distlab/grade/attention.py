@@ -14,7 +14,7 @@ Noted = list[dict[str, Any]]
 
 # Families that handouts do not ask for. A kernel may refuse them with an error.
 BEYOND = (
-    "lengths that are no multiple of a tile",
+    "lengths that are not a multiple of a tile",
     "inputs with other strides",
     "upstream gradients with other strides",
     "fp16 and bf16",

@@ -6,7 +6,6 @@ thing that is hard, so that a row of the report says which.
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,88 +32,78 @@ def attention_families(is_causal: bool, dtypes: tuple[str, ...]) -> dict[str, li
         is_causal: True for causal attention, which has as many keys as queries.
         dtypes: dtypes to try in addition to fp32.
     """
-    name = "causal_attention" if is_causal else "attention"
-    plain_sizes = CAUSAL if is_causal else ATTENTION
+    if is_causal:
+        plain = Case("causal_attention", tuple(CAUSAL.items()))
+    else:
+        plain = Case("attention", tuple(ATTENTION.items()))
 
-    def case(seed: int = 0, **changed: Any) -> Case:
-        sizes = {key: changed.pop(key, size) for key, size in plain_sizes.items()}
-        return Case(name, tuple(sizes.items()), seed=seed, **changed)
+    def of_length(length: int, batch: int = 1, head_dim: int = 32) -> Case:
+        """Return the plain input with as many queries as keys."""
+        keys = {} if is_causal else {"S": length}
+        return sized(plain, {"B": batch, "T": length, "D": head_dim, **keys})
 
     families = {
         "powers of two": [
-            case(T=16, D=16, **_keys(is_causal, 16)),
-            case(),
-            case(B=2, T=128, D=64, **_keys(is_causal, 128)),
+            of_length(16, head_dim=16),
+            plain,
+            of_length(128, batch=2, head_dim=64),
         ],
-        "head dims 16 to 128": [case(D=16), case(D=64), case(D=128)],
-        "several batches and heads": [case(B=3), case(B=2, H=2)],
+        "head dims 16 to 128": [sized(plain, {"D": size}) for size in (16, 64, 128)],
+        "several batches and heads": [sized(plain, {"B": 3}), sized(plain, {"B": 2, "H": 2})],
         "scores up to ±50 and equal scores": [
-            case(values="±50"),
-            case(values="constant"),
-            case(values="zeros"),
-            case(values="tiny"),
+            replace(plain, values=values) for values in ("±50", "constant", "zeros", "tiny")
         ],
-        "lengths that are no multiple of a tile": [
-            case(T=size, **_keys(is_causal, size)) for size in (1, 15, 17, 33, 65)
+        "lengths that are not a multiple of a tile": [
+            of_length(size) for size in (1, 15, 17, 33, 65)
         ],
-        "inputs with other strides": [
-            case(layout="transposed"),
-            case(layout="sliced"),
-            case(layout="every second"),
-        ],
-        "upstream gradients with other strides": [
-            case(upstream="transposed"),
-            case(upstream="expanded"),
-        ],
-        "a second call with other values": [case(is_repeated=True)],
+        **_families_of_any(plain),
     }
     if not is_causal:
         families["other numbers of keys than queries"] = [
-            case(T=16, S=64),
-            case(T=64, S=16),
+            sized(plain, {"T": 16, "S": 64}),
+            sized(plain, {"T": 64, "S": 16}),
         ]
     if dtypes:
-        families["fp16 and bf16"] = [case(dtype=dtype) for dtype in dtypes]
+        families["fp16 and bf16"] = [replace(plain, dtype=dtype) for dtype in dtypes]
     return families
-
-
-def _keys(is_causal: bool, size: int) -> dict[str, int]:
-    """Return the number of keys as a size, where it is one of its own."""
-    return {} if is_causal else {"S": size}
 
 
 def rmsnorm_families(dtypes: tuple[str, ...]) -> dict[str, list[Case]]:
     """Return family → inputs of RMSNorm, the smallest first."""
-
-    def case(seed: int = 0, **changed: Any) -> Case:
-        sizes = {key: changed.pop(key, size) for key, size in RMSNORM.items()}
-        return Case("rms_norm", tuple(sizes.items()), seed=seed, **changed)
-
+    plain = Case("rms_norm", tuple(RMSNORM.items()))
     families = {
-        "powers of two": [case(N=2, D=16), case(), case(seed=1)],
-        "rows that are no power of two": [case(D=size) for size in (1, 15, 17, 100, 1000)],
-        "other numbers of rows": [case(N=size) for size in (1, 3, 17, 33)],
+        "powers of two": [sized(plain, {"N": 2, "D": 16}), plain, replace(plain, seed=1)],
+        "rows that are not a power of two": [
+            sized(plain, {"D": size}) for size in (1, 15, 17, 100, 1000)
+        ],
+        "other numbers of rows": [sized(plain, {"N": size}) for size in (1, 3, 17, 33)],
         "large means, ±50, zeros": [
-            case(values="mean 1,000"),
-            case(values="±50"),
-            case(values="zeros"),
-            case(values="tiny"),
+            replace(plain, values=values) for values in ("mean 1,000", "±50", "zeros", "tiny")
         ],
-        "inputs of other ranks": [case(layout="rank 4")],
-        "inputs with other strides": [
-            case(layout="transposed"),
-            case(layout="sliced"),
-            case(layout="every second"),
-        ],
-        "upstream gradients with other strides": [
-            case(upstream="transposed"),
-            case(upstream="expanded"),
-        ],
-        "a second call with other values": [case(is_repeated=True)],
+        "inputs of other ranks": [replace(plain, layout="rank 4")],
+        **_families_of_any(plain),
     }
     if dtypes:
-        families["fp16 and bf16"] = [case(dtype=dtype) for dtype in dtypes]
+        families["fp16 and bf16"] = [replace(plain, dtype=dtype) for dtype in dtypes]
     return families
+
+
+def _families_of_any(plain: Case) -> dict[str, list[Case]]:
+    """Return the families that every kernel has."""
+    layouts = ("transposed", "sliced", "every second")
+    return {
+        "inputs with other strides": [replace(plain, layout=layout) for layout in layouts],
+        "upstream gradients with other strides": [
+            replace(plain, upstream="transposed"),
+            replace(plain, upstream="expanded"),
+        ],
+        "a second call with other values": [replace(plain, is_repeated=True)],
+    }
+
+
+def sized(plain: Case, sizes: dict[str, int]) -> Case:
+    """Return an input with some sizes changed."""
+    return replace(plain, sizes=tuple({**dict(plain.sizes), **sizes}.items()))
 
 
 def families_of(kind: str, is_causal: bool, dtypes: tuple[str, ...]) -> dict[str, list[Case]]:

@@ -37,7 +37,7 @@ PRELOADED = [
 
 @dataclass
 class Observed:
-    """What the children of one experiment saved.
+    """Result of one experiment: what its children saved, or why they did not.
 
     Attributes:
         ranks: what each rank noted; empty if the experiment failed.

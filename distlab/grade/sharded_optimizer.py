@@ -18,14 +18,17 @@ OWN_ADAMW = torch.optim.AdamW  # as it was when this process began
 def invariants(part: Part) -> list[Invariant]:
     """Return what must hold of the part of kind `optimizer`."""
 
-    def scenario(name: str, title: str, given: str, **more: Any) -> Invariant:
+    def scenario(
+        name: str, title: str, given: str, is_beyond: bool = False, may_refuse: bool = False
+    ) -> Invariant:
         return Invariant(
             title=title,
             experiment="train_optimizer",
             settings={"scenario": name},
             judge=partial(_as_adamw, scenario=name),
             input=given,
-            **more,
+            is_beyond=is_beyond,
+            may_refuse=may_refuse,
         )
 
     return [

@@ -38,7 +38,7 @@ class Unused:
 
     @property
     def remedy(self) -> str:
-        """What would help."""
+        """Advice that would help, as a clause."""
         return REMEDIES[self.kind]
 
 

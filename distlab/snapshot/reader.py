@@ -16,7 +16,7 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the allocator had, and what it did before.
+    """Segments of the allocator, and its history.
 
     Attributes:
         segments: segments of memory that were reserved, with their blocks, of all devices.

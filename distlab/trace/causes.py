@@ -105,7 +105,7 @@ class Finding:
 
     @property
     def sentence(self) -> str:
-        """What happens, and what to do about it."""
+        """Sentence about what happens, and what to do about it."""
         much = f"{self.ms:.2f} ms per step ({self.pct:.0f} %)"
         where = f"on rank {self.rank}"
         if self.cause == STRAGGLER:
@@ -254,7 +254,7 @@ def _kernel_or_copy(event: Event) -> str:
 
 
 class Host:
-    """What the host of one rank does, to be asked about intervals of the device.
+    """Activities of the host of one rank, to be asked about intervals of the device.
 
     Args:
         rank: steps of the rank.
@@ -413,7 +413,7 @@ def contention(rank: RankSteps) -> list[Blame]:
 
 
 class Behind:
-    """What a late rank does longer than the others before they meet in a collective.
+    """Search for what a late rank does longer than the others before a collective.
 
     Args:
         ranks: all ranks, with their messages matched.

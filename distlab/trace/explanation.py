@@ -59,7 +59,7 @@ class TopKernel:
 
 @dataclass
 class Explanation:
-    """What traces say about a run.
+    """Explanation of a run by its traces.
 
     Attributes:
         ranks: steps of every rank.

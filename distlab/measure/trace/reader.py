@@ -70,7 +70,7 @@ _BLOCK = 1 << 16  # events whose columns are Python objects at the same time
 
 
 class Collective(NamedTuple):
-    """What one communication does. Each attribute is None if the trace does not have it.
+    """Facts about one communication. Each attribute is None if the trace does not have it.
 
     Attributes:
         operation: `all_reduce`, `all_gather`, … (`names.operation_of`).
@@ -212,7 +212,7 @@ def read_trace(
 
 
 class _Meaning(NamedTuple):
-    """What all events of one category and name have in common.
+    """Facts that all events of one category and name have in common.
 
     Attributes:
         name: number of the name.
