@@ -57,7 +57,7 @@ def mean_of(tensor: Tensor, group: ProcessGroup) -> dict[str, Any]:
 # == Every rank keeps the whole model
 # ==================================================================================
 class DataParallel(nn.Module):
-    """What all share: ranks start with rank 0's parameters.
+    """Base of these strategies. Ranks start with rank 0's parameters.
 
     After finish the gradients are means over the ranks.
     """

@@ -51,7 +51,7 @@ class Timing:
 
     @property
     def sentences(self) -> list[str]:
-        """What the experiment says of the user's kernel, or why it was not timed."""
+        """Findings of the experiment about the user's kernel, or why it was not timed."""
         if self.view is None:
             return [self.problem] if self.problem else []
         found = self.view.findings_of(self.records)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from distlab.comm.parent_death import end_with_parent
 from distlab.comm.rank_process import is_lost_peer
-from distlab.grade.hooks import NotHandedIn, load
+from distlab.grade.hooks import NotHandedIn, is_left_out, load
 from distlab.grade.job import Job
 
 # Environment variables that a submission gets. Others may hold keys and passwords.
@@ -61,16 +61,11 @@ def main(job: Job, rank: int, folder: str) -> None:
         found = {"noted": _run(job, rank, results)}
     except NotHandedIn as missing:
         found = {"missing": str(missing)}
-    except NotImplementedError:
-        found = {"missing": "its function raises NotImplementedError"}
     except BaseException as error:  # also SystemExit: whatever ends a submission is a result
-        with contextlib.suppress(ValueError, OSError):  # stderr is closed, or its file is full
-            traceback.print_exc()
-        found = {
-            "raised": _described(error),
-            "place": _place_of(error, Path(job.folder)),
-            "is_lost": is_lost_peer(error) or "gloo" in str(error),
-        }
+        if isinstance(error, NotImplementedError) and is_left_out(error, Path(job.folder)):
+            found = {"missing": "its function raises NotImplementedError"}
+        else:
+            found = _raised(error, Path(job.folder))
     torch.save(found, results / f"partial{rank}")
     os.rename(results / f"partial{rank}", results / f"rank{rank}.pt")
     with contextlib.suppress(ValueError, OSError):  # the submission may have closed it
@@ -98,7 +93,8 @@ def _run(job: Job, rank: int, results: Path) -> Any:
             device_id=device if job.backend == "nccl" else None,
         )
     function = getattr(experiments, job.experiment, None) or getattr(kernels, job.experiment)
-    place = experiments.Place(module, job.part, rank, max(job.ranks, 1), device)
+    folder = Path(job.folder)
+    place = experiments.Place(module, folder, job.part, rank, max(job.ranks, 1), device)
     noted = function(place, **job.settings)
     if job.ranks > 0:
         with contextlib.suppress(RuntimeError):  # another rank may have ended already
@@ -113,6 +109,17 @@ def _redirect(file: Path) -> None:
     os.dup2(opened, 2)
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
+
+
+def _raised(error: BaseException, folder: Path) -> dict[str, Any]:
+    """Return what is saved of an error, and print its traceback."""
+    with contextlib.suppress(ValueError, OSError):  # stderr is closed, or its file is full
+        traceback.print_exception(error)
+    return {
+        "raised": _described(error),
+        "place": _place_of(error, folder),
+        "is_lost": is_lost_peer(error) or "gloo" in str(error),
+    }
 
 
 def _described(error: BaseException) -> str:

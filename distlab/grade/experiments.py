@@ -10,6 +10,7 @@ import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -40,12 +41,14 @@ class Place:
 
     Attributes:
         module: the submission's module of hooks.
+        folder: the copy of the submission.
         part: part that is examined.
         rank, ranks: position of this process, and their number.
         device: device to train on.
     """
 
     module: ModuleType
+    folder: Path
     part: Part
     rank: int
     ranks: int

@@ -7,6 +7,7 @@ between years. A `Part` is what is examined as one thing, with the names of its 
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,21 @@ PART_NAMES = tuple(part.name for part in PARTS)
 
 
 class NotHandedIn(Exception):
-    """Raised in a child where a hook is missing, or raises NotImplementedError."""
+    """Raised in a child where a hook function is missing."""
+
+
+def is_left_out(error: NotImplementedError, folder: Path) -> bool:
+    """Return whether a line of the submission raised this, so that the work is not handed in.
+
+    torch raises the same class where an operator or a module's forward is missing. That is a
+    mistake of a submission that was handed in.
+
+    Args:
+        error: the error, with its traceback.
+        folder: the copy of the submission.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    return Path(frames[-1].filename).resolve().is_relative_to(folder.resolve())
 
 
 def chosen(names: tuple[str, ...], year: int | None) -> list[Part]:

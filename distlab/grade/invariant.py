@@ -28,7 +28,7 @@ class Broken(Exception):
 
 
 class Absent(Exception):
-    """Raised by a judgement where a part of the work raises NotImplementedError."""
+    """Raised by a judgement where a part of the work is not handed in, such as a backward."""
 
 
 class Skipped(Exception):

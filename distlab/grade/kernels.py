@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from distlab.grade.experiments import Noted, Place, is_tensor
-from distlab.grade.hooks import function_of
+from distlab.grade.hooks import function_of, is_left_out
 from distlab.kernel_check.hostile import Case, drawn
-from distlab.kernel_check.judge import judge
+from distlab.kernel_check.judge import judge, run
 from distlab.kernel_check.operations import OPERATIONS, Operation
 
 EPS = 1e-5  # of the course's RMSNorm
@@ -126,9 +126,23 @@ def run_family(place: Place, family: str, is_causal: bool, dtypes: tuple[str, ..
             outcomes = noted[pass_name]
             if outcomes and outcomes[-1]["status"] == "wrong":
                 continue
-            outcome = judge(function, operation, replace(case, upstream=upstream), place.device)
-            outcomes.append(asdict(outcome) | {"case": str(case)})
+            tried = replace(case, upstream=upstream)
+            outcome = judge(function, operation, tried, place.device)
+            is_absent = outcome.status == "refused" and leaves_out(function, tried, place)
+            outcomes.append(asdict(outcome) | {"case": str(case), "is_absent": is_absent})
     return noted
+
+
+def leaves_out(function: Callable[..., Tensor], case: Case, place: Place) -> bool:
+    """Return whether the submission itself raises NotImplementedError on an input."""
+    operation = OPERATIONS[case.operation]
+    try:
+        run(function, operation, case, drawn(case, operation, place.device))
+    except NotImplementedError as error:
+        return is_left_out(error, place.folder)
+    except Exception:
+        return False  # another error, which `judge` has noted
+    return False
 
 
 def run_families(place: Place, is_causal: bool, dtypes: tuple[str, ...]) -> Noted:

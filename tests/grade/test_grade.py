@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from distlab.grade import Report, Row
+from distlab.grade import Report, Row, grade
 from distlab.grade.hooks import chosen
 from launch.__main__ import main
 
@@ -84,4 +84,53 @@ def test_a_report_says_what_is_broken_in_each_form():
     assert "expected: a" in str(report)
     assert "b \\| c" in report.markdown()
     assert report.csv_row()["ddp"] == "0/1" and report.csv_row()["fsdp"] == "not handed in"
+    assert not report.is_right
+
+
+LACKS_FORWARD = """
+import torch
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+def get_ddp(module):
+    return Wrapper(module)
+
+
+def ddp_on_after_backward(model, optimizer):
+    pass
+
+
+class Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, g, eps):
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * g
+
+    @staticmethod
+    def backward(ctx, dy):
+        raise NotImplementedError
+
+
+def get_rmsnorm_autograd_function_pytorch():
+    return Norm
+
+
+def rmsnorm_backward_x_pytorch(grad_output, x, g):
+    raise NotImplementedError
+"""
+
+
+def test_only_what_the_submission_itself_leaves_out_is_not_handed_in(tmp_path):
+    """torch raises NotImplementedError for a module without forward, which is a mistake."""
+    report = grade(submission(tmp_path, LACKS_FORWARD), only=["ddp", "rmsnorm-pytorch"])
+    wrapper = report.of_part("ddp")
+    assert wrapper[0].status == "BROKEN" and "forward" in wrapper[0].seen, report
+    rows = {row.invariant: row.status for row in report.of_part("rmsnorm-pytorch")}
+    assert rows["powers of two: forward"] == "holds", report
+    assert rows["powers of two: backward"] == "not handed in", report
+    assert rows["the gradient of x by hand"] == "not handed in", report
     assert not report.is_right
