@@ -4,11 +4,12 @@ Each exposed communication has the first of these causes that applies:
 
 1. *straggler*: it waits for a rank that arrives late, for at least half of its exposed time;
 2. *small messages*: it moves fewer bytes than the network moves during its latency;
-3. *blocking wait*: the host waits for it, and launches further work only afterwards;
-4. *late launch*: the device was idle when the host launched it. If the host was late for a reason
+3. *one CTA*: a large message, but NCCL's kernel runs on a single multiprocessor;
+4. *blocking wait*: the host waits for it, and launches further work only afterwards;
+5. *late launch*: the device was idle when the host launched it. If the host was late for a reason
    that has a name (reading a value, data loading), this is the cause;
-5. *end of step*: only the optimizer is left, which needs its result;
-6. *dependency*: further work follows, and waits for it.
+6. *end of step*: only the optimizer is left, which needs its result;
+7. *dependency*: further work follows, and waits for it.
 
 Each idle interval has one of the causes data loading, garbage collection, item, synchronisation,
 late launch, host-bound (without a GPU: between operators) and unknown. *Contention* is the extra
@@ -30,6 +31,7 @@ from distlab.trace.ranks import Message, RankStep, RankSteps
 
 STRAGGLER = "straggler"
 SMALL = "small messages"
+ONE_CTA = "one CTA"
 BLOCKING = "blocking wait"
 LATE = "late launch"
 LAST = "end of step"
@@ -51,6 +53,7 @@ PROMPT_MS = 0.05
 GAP_MS = 0.003
 # Bytes below which latency dominates, where the trace has no larger message to tell the bandwidth.
 SMALL_BYTES = 256 * 1024
+LARGE_BYTES = 16 * SMALL_BYTES  # bytes from which on NCCL uses several CTAs, if it may
 _PIECES = 3  # calls of a kernel, covered and not, that are needed to compare them
 
 
@@ -122,6 +125,10 @@ _SENTENCES = {
     SMALL: (
         "Small messages cost {much} {where}, mostly {detail}: their latency counts, not their "
         "bytes. Use larger buckets, or coalesce the messages."
+    ),
+    ONE_CTA: (
+        "{much} of communication {where} runs on a single multiprocessor, mostly {detail}. Let "
+        "NCCL use more: raise NCCL_MAX_CTAS, NCCL_MAX_NCHANNELS or the group's config.max_ctas."
     ),
     BLOCKING: (
         "The host waits for communication, {much} {where}, mostly for {detail}, and launches "
@@ -229,7 +236,7 @@ def latency_bytes(ranks: Sequence[RankSteps]) -> float:
                 size = message.event.collective.size_bytes
                 if size and message.ms > 0:
                     shortest_ms[size] = min(message.ms, shortest_ms.get(size, message.ms))
-    if not shortest_ms or max(shortest_ms) < 16 * SMALL_BYTES:
+    if not shortest_ms or max(shortest_ms) < LARGE_BYTES:
         return SMALL_BYTES
     largest = max(shortest_ms)
     return 0.5 * min(shortest_ms.values()) * largest / shortest_ms[largest]
@@ -344,6 +351,8 @@ def _own_cause(event: Event, step: RankStep, host: Host, small_bytes: float) -> 
     size = event.collective.size_bytes
     if size is not None and size < small_bytes:
         return SMALL, about
+    if size is not None and size >= LARGE_BYTES and event.grid == (1, 1, 1):
+        return ONE_CTA, about
     following = step.compute_after(event.end_ms)
     if event.launched_ms is not None:
         is_launched_after = False
