@@ -172,10 +172,12 @@ def _time_block(
                 return
             samples = timer.steps()
             outside = trial.model.bytes_outside_allocator  # for example symmetric memory
-        if options.compile != "off":
-            timing.compiled.append(trial.compiled_calls())
+        # First, because it may compare the loss with that of rows that are not compiled, and
+        # counting compiled calls runs more steps.
         if not _if_it_fits(inspected, context):
             return
+        if options.compile != "off":
+            timing.compiled.append(trial.compiled_calls())
         timing.out_of_memory = False
     if memory.peak_alloc_bytes is not None:
         peak = memory.peak_alloc_bytes + outside
