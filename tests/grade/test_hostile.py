@@ -150,10 +150,15 @@ def left_behind(name):
     return found
 
 
-def examine(folder):
-    """Grade both parts, and check that nothing is changed and no process is left."""
+def examine(folder, seconds=60):
+    """Grade both parts, and check that nothing is changed and no process is left.
+
+    Args:
+        seconds: limit for each part. Only an endless loop reaches it. What ends by itself has time
+            for a machine that is busy with other work.
+    """
     before = contents(folder)
-    report = grade(folder, only=["rmsnorm"], seconds=4)
+    report = grade(folder, only=["rmsnorm"], seconds=seconds)
     assert contents(folder) == before
     deadline = time.monotonic() + 10  # killed processes need a moment to end
     while left_behind(folder.name) and time.monotonic() < deadline:
@@ -165,7 +170,7 @@ def examine(folder):
 @pytest.mark.parametrize(
     "body, said",
     [
-        pytest.param(LOOP, "no result within 4 s", id="infinite loop"),
+        pytest.param(LOOP, "no result within 8 s", id="infinite loop"),
         pytest.param(FORK_BOMB, "it started more than 24 processes", id="fork bomb"),
         pytest.param(EXITS, "ended with exit code 0 before it had finished", id="os._exit"),
         pytest.param(ALLOCATES, "it took more than 0.7 GiB of memory", id="10 GB"),
@@ -179,7 +184,7 @@ def examine(folder):
 def test_harm_gets_a_verdict_and_the_rest_is_graded(body, said, tmp_path, monkeypatch):
     if body == ALLOCATES:  # less than 3 GiB, which not every machine has to spare
         monkeypatch.setattr(processes, "MEMORY_BYTES", int(0.7 * 2**30))
-    report = examine(write(tmp_path, body))
+    report = examine(write(tmp_path, body), seconds=8 if body == LOOP else 60)
     hostile = report.of_part("rmsnorm-pytorch")
     first = next(row for row in hostile if row.status == BROKEN)
     assert re.search(said, first.seen), report
