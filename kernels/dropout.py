@@ -44,8 +44,8 @@ def random_levels(seed, first, BLOCK: tl.constexpr):
     # Split each word into two halves, which makes eight numbers per counter, and put the eight of a
     # counter next to each other.
     # `join` puts its two arguments side by side along a new last axis. Three of them make an axis
-    # of 2·2·2 numbers per counter, which `reshape` lays out one after the other. Their order is of
-    # no matter, but both passes must have the same.
+    # of 2·2·2 numbers per counter, which `reshape` lays out one after the other. Their order does
+    # not matter, as long as both passes have the same.
     ab = tl.join(a, b)
     cd = tl.join(c, d)
     words = tl.join(ab, cd)
