@@ -66,6 +66,8 @@ def compile_for(capability: int = 90) -> Iterator[list[Any]]:
         )
     from triton.runtime import driver
 
+    # Triton asks the active driver for the GPU, so a substitute suffices. The real one returns
+    # afterwards.
     driver_before = driver._active
     _dispatch._pretended = capability
     driver.set_active(_NoDriver(capability))
@@ -94,6 +96,8 @@ def resources(compiled: Any) -> dict[str, int]:
     """
     arch = compiled.metadata.target.arch
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == divmod(arch, 10):
+        # Loads the kernel, without running it: only then does Triton ask the driver for its
+        # registers.
         compiled._init_handles()
         return {
             "registers": compiled.n_regs,
@@ -115,6 +119,7 @@ def _ptxas_report(ptx: str, arch: int) -> str:
     import triton
 
     package = os.path.dirname(triton.__file__)
+    # Triton's own ptxas, whose version fits the PTX. One on the PATH may be older.
     binary = os.path.join(package, "backends", "nvidia", "bin", "ptxas")
     suffix = "a" if arch >= 90 else ""  # instructions such as wgmma need the target sm_90a
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:

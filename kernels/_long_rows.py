@@ -31,6 +31,8 @@ def merge_moments(count, mean, m2, piece_count, piece_mean, piece_m2):
     delta = piece_mean - mean
     return (
         total,
+        # The weighted mean (n₁·m₁ + n₂·m₂)/(n₁ + n₂), written as a step from m₁, which does not
+        # cancel.
         mean + delta * (piece_count / total),
         # Each set's deviations count from its own mean. The last term moves them to the common one.
         m2 + piece_m2 + delta * delta * (count * piece_count / total),
@@ -56,6 +58,7 @@ def long_forward_kernel(
 ):
     """Normalise one row per program. CENTRE makes it LayerNorm, SILU applies SiLU to the result."""
     row = tl.program_id(0).to(tl.int64)
+    # From here on all pointers are those of this program's row. y and s have no gaps between rows.
     x_ptr += row * stride_x
     y_ptr += row * cols
     s_ptr += row * cols
@@ -64,6 +67,7 @@ def long_forward_kernel(
     count = 0.0
     mean = 0.0
     m2 = 0.0
+    # First loop: statistics, and s in memory if there is a residual.
     for start in tl.range(0, cols, BLOCK):
         inside = start + offsets < cols
         s = load_fp32(x_ptr + start + offsets, inside)
@@ -82,18 +86,22 @@ def long_forward_kernel(
             )
         else:
             m2 += tl.sum(s * s, 0)
+    # m2/cols is the variance with CENTRE, and otherwise the mean of squares.
     r = tl.rsqrt(m2 / cols + eps)
     tl.store(r_ptr + row, r)
     if CENTRE:
+        # r is (2, N), and there is one program per row: the means begin N elements further.
         tl.store(r_ptr + tl.num_programs(0) + row, mean)
     if residual_ptr is not None:
         # s is read back from memory, where other threads of this program wrote it.
         tl.debug_barrier()
     pieces = tl.cdiv(cols, BLOCK)
+    # Second loop, backwards. Without a residual x is s.
     for piece in tl.range(0, pieces):
         columns = (pieces - 1 - piece) * BLOCK + offsets
         inside = columns < cols
         s = load_fp32((x_ptr if residual_ptr is None else s_ptr) + columns, inside)
+        # Without CENTRE mean is still 0, so this is s·r·w.
         y = (s - mean) * r * load_fp32(w_ptr + columns, inside)
         if b_ptr is not None:
             y += load_fp32(b_ptr + columns, inside)
@@ -132,11 +140,13 @@ def row_products_kernel(
     for start in tl.range(0, cols, BLOCK):
         columns = start + offsets
         inside = columns < cols
+        # ŝ, with a mean of 0 for RMSNorm. Columns beyond the row have w = 0 and so g = 0 below.
         normed = (load_fp32(s_ptr + row * stride_s + columns, inside) - mean) * r
         g = load_fp32(dy_ptr + row * stride_dy + columns, inside)
         w = load_fp32(w_ptr + columns, inside)
         g = gradient_before(g, normed * w, SILU) * w
         c1 += g * normed
+        # Only LayerNorm stores this sum, below.
         c2 += g
     tl.store(c_ptr + row, tl.sum(c1, 0) / cols)
     if CENTRE:
@@ -156,6 +166,7 @@ def launch_long_forward(
 ) -> None:
     """Fill y, r and, with a residual, s; all arguments are those of `rmsnorm.launch_forward`."""
     rows, cols = x.shape
+    # 16 elements per thread: a chunk stays in registers between its load and its use.
     launch = chosen("long_forward", Launch(block=8192, warps=16))
     launch.start(
         long_forward_kernel,

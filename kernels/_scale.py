@@ -19,6 +19,8 @@ def scale_kernel(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
 
     A factor of 1 changes nothing, and elements that are 0 stay 0 for every factor.
     """
+    # One element that every program reads, instead of a number that the host would have to wait
+    # for.
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
         for block in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
@@ -26,6 +28,7 @@ def scale_kernel(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
             offsets = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             inside = offsets < count
             x = tl.load(x_ptr + offsets, mask=inside).to(tl.float32)
+            # Rows that are ignored have gradient 0, and 0·∞ would be NaN.
             x = tl.where(x == 0.0, x, x * factor)
             store_rounded(x_ptr + offsets, x, inside)
 

@@ -74,15 +74,22 @@ def _update_block(
     offsets = tl.arange(0, BLOCK)
     # The compiler knows that offsets ≥ 0 always holds, so loads without MASKED stay 16 bytes wide.
     inside = offsets < left if MASKED else offsets >= 0
+    # Elements that are cut off are undefined here. They are computed with and never stored.
     p = tl.load(p_ptr + offsets, mask=inside).to(tl.float32)
     g = tl.load(g_ptr + offsets, mask=inside).to(tl.float32)
     m = tl.load(m_ptr + offsets, mask=inside)
     v = tl.load(v_ptr + offsets, mask=inside)
+    # The decay is decoupled: it changes p itself and never enters the moments. That is the W of
+    # AdamW.
     p = p - p * decay
     m = _moving_average(m, g, weight1)
     # g² may overflow. With v = ∞ the difference ∞ − ∞ would be NaN from then on.
     v = _moving_average(tl.minimum(v, LARGEST), tl.minimum(g * g, LARGEST), weight2)
+    # rate has the factor 1/(1 − β₁ᵗ) and root_correction2 is √(1 − β₂ᵗ): both moments start at 0
+    # and would be too small in the first steps.
     p = p - rate * (m / (tl.sqrt(v) / root_correction2 + eps))
+    # p is rounded to its own dtype. The moments stay fp32: a bf16 number cannot change by 0.1 % of
+    # itself, which is 1 − β₂ for β₂ = 0.999.
     store_rounded(p_ptr + offsets, p, inside)
     tl.store(m_ptr + offsets, m, mask=inside)
     tl.store(v_ptr + offsets, v, mask=inside)
@@ -116,6 +123,7 @@ def adamw_kernel(
     """
     owner = tl.load(owner_ptr + tl.program_id(0)).to(tl.int64)
     first = tl.load(first_ptr + tl.program_id(0))
+    # Elements from this program's first one to the end of the parameter.
     left = tl.load(sizes_ptr + owner) - first
     # The table holds plain integers: make them pointers again. The compiler cannot know their
     # alignment, and loads 16 bytes at a time only if `multiple_of` promises it.
@@ -175,6 +183,8 @@ def _tables(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tenso
         owner: int32, for each program the index of its parameter.
         first: int64, for each program the first of its elements.
     """
+    # For example, sizes 5000 and 100 with BLOCK = 2048: counts are 3 and 1, owner is 0 0 0 1, and
+    # first is 0 2048 4096 0.
     counts = torch.tensor([cdiv(size, BLOCK) for size in sizes])  # programs per parameter
     owner = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), counts)
     # The number of a program minus the number of its parameter's first program, in blocks.
@@ -201,9 +211,12 @@ class Addresses:
         Args:
             columns: four lists of P tensors: parameters, gradients, first and second moments.
         """
+        # Gradients are often new tensors in every step. The allocator then gives them the same
+        # addresses in most steps, and the table stays valid.
         rows = [tensor.data_ptr() for column in columns for tensor in column]
         device = columns[0][0].device
         if rows != self._rows or device != self._table.device:
+            # Transposed, so that the four addresses that a program reads are next to each other.
             table = torch.tensor(rows, dtype=torch.int64).view(4, -1).T.contiguous()
             if device.type == "cuda":
                 table = table.pin_memory()  # or the copy would make the host wait
@@ -230,6 +243,7 @@ def factors(
     lr = float(lr)
     first = float(betas[0])
     second = float(betas[1])
+    # In the order of the kernel's arguments: decay, weight1, weight2, eps, rate, root_correction2.
     return [
         lr * float(weight_decay),
         _average_weight(first),
@@ -285,8 +299,10 @@ def launch_adamw(
         *factors(step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay),
         PARAMETER=_TYPES[parameters[0].dtype],
         GRADIENT=_TYPES[gradients[0].dtype],
+        # Views of a flat buffer may begin anywhere. Then every load is one element wide.
         ALIGNMENT=16 if addresses.aligned else 1,
         BLOCK=BLOCK,
+        # 8 elements per thread: two 16-byte loads of fp32, or one of 16 bits.
         num_warps=8,
     )
 
@@ -396,6 +412,7 @@ class AdamW(torch.optim.Optimizer):
                 key = (p.device, p.dtype, p.grad.dtype, int(state["step"]))
                 batches[key].append((p, p.grad, state["exp_avg"], state["exp_avg_sq"]))
             for (device, dtype, gradient_dtype, step), rows in batches.items():
+                # From one row (p, g, m, v) per parameter to four lists of tensors.
                 columns = [list(column) for column in zip(*rows, strict=True)]
                 addresses = self._addresses[number, device, dtype, gradient_dtype]
                 self._update(columns, step, group, addresses)
@@ -463,6 +480,8 @@ class AdamW(torch.optim.Optimizer):
         weight_decay = group["weight_decay"]
         # The kernel reads and writes memory as it is. It can take a copy of a gradient that is not
         # contiguous or has torch's negative bit, but not of a parameter, which it must change.
+        # Elsewhere, for example on a CPU, the loop below steps one parameter after the other in
+        # plain torch.
         if _dispatch.runs_triton(parameters[0]) and all(
             p.is_contiguous() and not p.is_neg() for p in parameters
         ):

@@ -38,7 +38,10 @@ def average_kernel(
     """
     # int64, also in the product below: offsets may exceed 2³¹ elements.
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    # Cuts the last program. Elements that are cut off are undefined and not stored.
     inside = offsets < count
+    # The own tensor first, then the others. A fixed order of additions makes the result the same
+    # from run to run.
     total = tl.load(own_ptr + offsets, mask=inside).to(SUM)
     for k in tl.static_range(OTHERS):
         other_ptr = others_ptr + k * tl.cast(row_stride, tl.int64)
@@ -72,6 +75,7 @@ def average_into(own: Tensor, others: Tensor, scale: float) -> None:
         )
     if own.numel() == 0:
         return
+    # The same order of additions and one rounding, in plain torch.
     if not _dispatch.runs_triton(own):
         total = reference.wide(own)
         for other in others:
@@ -87,6 +91,7 @@ def average_into(own: Tensor, others: Tensor, scale: float) -> None:
         own.numel(),
         SCALE=scale,
         OTHERS=len(others),
+        # Averages of 16-bit gradients would lose digits with every addition in their own dtype.
         SUM=tl.float64 if own.dtype == torch.float64 else tl.float32,
         BLOCK=BLOCK,
         num_warps=4,

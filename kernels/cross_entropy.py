@@ -66,7 +66,10 @@ def loss_kernel(
 
     With GRADIENT, also compute dz, with the scalar at scale_ptr as the upstream gradient.
     """
+    # With one program per row this loop runs once. With GRADIENT there is one program per
+    # multiprocessor, so that only that many rows compete for the L2.
     for index in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
+        # int64: row · stride exceeds 2³¹ at row 16,744 of 128,256 classes.
         row = tl.cast(index, tl.int64)  # in the interpreter index is a Python integer
         _one_row(
             z_ptr + row * stride_z,
@@ -141,27 +144,38 @@ def _one_row(
     kept = target != ignore_index
     within = (target >= 0) & (target < cols)
     # A target outside the row is not read, and gives NaN.
+    # A second read of one element. To look for the target's column in the loop would cost a
+    # comparison per column.
     z_target = tl.load(z_ptr + target, mask=kept & within, other=float("nan")).to(tl.float32)
+    # −log softmax(z)_t = −(z_t − m − log s). The target has the weight 1 − ε, and log s the weight
+    # 1, because all weights add up to 1.
     loss = tl.log(s) + (1.0 - smoothing) * (m - z_target)
     if SMOOTH:
         # ε·(m − mean(z)), with both relative to the first logit.
         loss += smoothing * ((m - first) - tl.sum(plain, 0) / cols)
+    # A choice and not a product with 0: z_target of an ignored row is NaN.
     tl.store(loss_ptr, tl.where(kept, loss, 0.0))
     tl.store(largest_ptr, m)
     tl.store(total_ptr, s)
     if GRADIENT:
         # dz may overwrite z: wait until all threads have read z_target.
         tl.debug_barrier()
+        # Added only here, because dz_ptr is None without GRADIENT.
         dz_ptr += dz_offset
+        # A target outside the row makes its whole gradient NaN, so that the mistake spreads and is
+        # seen.
         scale = tl.where(within, tl.load(scale_ptr), float("nan"))
+        # One division per row instead of one per element.
         share = 1.0 / s
         blocks = tl.cdiv(cols, BLOCK)
+        # All threads of the program take the same branch, since a program has one row at a time.
         if kept:
             # From the last block to the first: the blocks that were read last are still in the L2.
             # The target's column gets the same formula here, and its own below.
             for block in tl.range(0, blocks):
                 columns = (blocks - 1 - block) * BLOCK + offsets
                 z = load_fp32(z_ptr + columns, columns < cols, float("-inf"), STREAMED)
+                # dloss/dz_v = softmax(z)_v − (1 − ε)·[v = t] − ε/V, here without the middle term.
                 dz = tl.exp(z - m) * share
                 if SMOOTH:
                     dz -= smoothing / cols
@@ -169,6 +183,8 @@ def _one_row(
             # Write the target's column again, after the thread that owns it has. A test in the loop
             # would cost a comparison per column.
             tl.debug_barrier()
+            # All three terms for v = t. m and s are still in registers, and z_target was read
+            # before z could be overwritten.
             dz = (tl.exp(z_target - m) * share - smoothing / cols - (1.0 - smoothing)) * scale
             store_rounded(dz_ptr + target, dz, within)
         else:
@@ -206,11 +222,17 @@ def gradient_kernel(
     # stride_upstream is 0 where all rows share one upstream gradient.
     scale = tl.load(upstream_ptr + row * stride_upstream).to(tl.float32) * tl.load(scale_ptr)
     scale = tl.where((target >= 0) & (target < cols), scale, float("nan"))
+    # Columns beyond the row are loaded as 0 and need no −inf as in the forward: nothing is reduced
+    # over the row, and they are not stored.
     z = load_fp32(z_ptr + row * stride_z + columns, columns < cols)
     m = tl.load(largest_ptr + row)
+    # softmax(z) from the saved m and s. z ≤ m, so the exponential is at most 1.
     dz = tl.exp(z - m) * (1.0 / tl.load(total_ptr + row)) - smoothing / cols
     dz = tl.where(columns == target, dz - (1.0 - smoothing), dz)
+    # Last, because it must override the NaN that an ignore_index outside [0, V) has put into scale.
     dz = tl.where(kept, dz * scale, 0.0)
+    # Rows of dz have no gaps, unlike those of z. A program has read its columns by now and no other
+    # program reads them, so dz may overwrite z.
     store_rounded(dz_ptr + row * cols + columns, dz, columns < cols)
 
 
@@ -232,10 +254,13 @@ def total_kernel(
     bit for bit, and N numbers are few.
     """
     offsets = tl.arange(0, BLOCK)
+    # One sum per position in a block: threads exchange their sums only once, after the loop.
     acc = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, rows, BLOCK):
         inside = start + offsets < rows
         if COUNT:
+            # 0 is a valid class, so rows past the end would count if `inside` did not cut them once
+            # more.
             targets = tl.load(targets_ptr + start + offsets, mask=inside, other=0)
             kept = inside & (targets != ignore_index)
             acc += tl.where(kept, 1.0, 0.0)
@@ -274,6 +299,7 @@ def launch_loss(
     """
     rows, cols = z.shape
     if dz is None:
+        # 16 columns per thread: two loads of 16 bytes for 16-bit logits.
         launch = chosen("cross_entropy", Launch(block=4096, warps=8))
     else:
         # One row per multiprocessor at a time: more rows at once would not fit in the L2, where the
@@ -356,6 +382,7 @@ def mean_scale(targets: Tensor, reduction: str, ignore_index: int) -> Tensor:
         return targets.new_ones((), dtype=torch.float32)
     if _dispatch.idle(targets) or not _dispatch.runs_triton(targets):
         return 1.0 / (targets != ignore_index).sum().clamp(min=1).to(torch.float32)
+    # One launch, where the line above takes five.
     scale = targets.new_empty((), dtype=torch.float32)
     _dispatch.launch(
         total_kernel,
@@ -590,6 +617,8 @@ class CrossEntropy(Function):
             logits, targets, ignore_index, label_smoothing, reduction
         )
         if inplace_backward and ctx.needs_input_grad[0]:
+            # A leaf's values belong to the caller, who would find gradients in their place. The
+            # kernel writes a contiguous dz.
             if logits.is_leaf or not logits.is_contiguous():
                 raise ValueError(
                     "inplace_backward writes the gradient over the logits, here a leaf or not "
@@ -606,9 +635,12 @@ class CrossEntropy(Function):
     def backward(ctx, dloss):
         logits, targets, largest, total, scale = ctx.saved_tensors
         if ctx.inplace and not torch.compiler.is_compiling():
+            # The same memory and the same version counter: after the kernel has written dz, a
+            # second backward raises instead of reading gradients as logits.
             dz = logits.detach()
         else:
             dz = logits.new_empty(logits.shape)
+        # One element for "mean" and "sum", one per row for "none".
         upstream = dloss.reshape(-1)
         gradient_op(
             logits,

@@ -43,6 +43,9 @@ def random_levels(seed, first, BLOCK: tl.constexpr):
     a, b, c, d = tl.philox(seed, low, high, low * 0, low * 0, ROUNDS)
     # Split each word into two halves, which makes eight numbers per counter, and put the eight of a
     # counter next to each other.
+    # `join` puts its two arguments side by side along a new last axis. Three of them make an axis
+    # of 2·2·2 numbers per counter, which `reshape` lays out one after the other. Their order does
+    # not matter, as long as both passes have the same.
     ab = tl.join(a, b)
     cd = tl.join(c, d)
     words = tl.join(ab, cd)
@@ -74,11 +77,13 @@ def dropout_kernel(
     offsets = first + tl.arange(0, BLOCK)
     inside = offsets < count
     x = load_fp32(x_ptr + offsets, inside)
+    # x is contiguous with rows of cols elements, so the rest of a division is the element's column.
     if BIAS:
         x += load_fp32(bias_ptr + offsets % cols, inside)
     if GELU:
         x = gelu_of(x)
     kept = random_levels(tl.load(seed_ptr), first, BLOCK) >= threshold
+    # A choice and not a product with 0, by which an infinite element would become NaN.
     y = tl.where(kept, x * scale, 0.0)
     store_rounded(y_ptr + offsets, y, inside)
 
@@ -102,6 +107,7 @@ def backward_kernel(
     first = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = first + tl.arange(0, BLOCK)
     inside = offsets < count
+    # dy/(1 − q). The choice of `kept` comes last, as in the forward.
     dx = load_fp32(dy_ptr + offsets, inside) * scale
     if GELU:
         # dGeLU/dx at x + b, computed again instead of stored.
@@ -109,6 +115,8 @@ def backward_kernel(
         if BIAS:
             x += load_fp32(bias_ptr + offsets % cols, inside)
         dx = dx * gelu_slope(x)
+    # The same seed and the same `first` as in the forward give the same numbers, whatever BLOCK is:
+    # a counter depends on the element only.
     kept = random_levels(tl.load(seed_ptr), first, BLOCK) >= threshold
     store_rounded(dx_ptr + offsets, tl.where(kept, dx, 0.0), inside)
 
@@ -119,6 +127,7 @@ def levels(p: float) -> tuple[int, float]:
     Elements whose random number is below the threshold are dropped, the others are multiplied by
     the scale. The scale follows from the rounded probability, so that the mean of y is exact.
     """
+    # For example, p = 0.1 drops the 6,554 of 65,536 numbers below 6,554, a share of 0.100006.
     threshold = round(p * LEVELS)
     if threshold == LEVELS:
         return threshold, 0.0  # all are dropped
@@ -148,6 +157,7 @@ def launch_dropout(
     launch = chosen("dropout", FLAT)
     count = y.numel()
     cols = 1
+    # Without a bias the kernel does not use cols, and any number will do.
     if bias is not None:
         bias = bias.contiguous()
         cols = bias.numel()
@@ -242,6 +252,7 @@ def _seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
         ValueError: the seed is not such an element or an integer from 0 to 2⁶³ − 1.
     """
     if seed is None:
+        # On the device, so that the host neither copies a number nor waits for one.
         return torch.randint(2**62, (1,), device=device)
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != device:
@@ -290,6 +301,7 @@ class GeLUDropout(Function):
     def backward(ctx, dy):
         x, bias, seed = ctx.saved_tensors
         dx = backward_op(dy, x, bias, seed, ctx.p, True)
+        # bias is added to every row, so its gradient sums over the rows.
         db = None
         if bias is not None and ctx.needs_input_grad[1]:
             db = sum_over_rows(dx).to(bias.dtype)  # x and bias are added, so they share a gradient

@@ -63,6 +63,7 @@ def gelu_slope(x):
     # Clamp by comparisons: for NaN both are false and NaN stays, whereas min and max would drop it.
     x = tl.where(x > GELU_FLAT, GELU_FLAT, tl.where(x < -GELU_FLAT, -GELU_FLAT, x))
     s = tl.sigmoid((x + x * x * x * GELU_CUBIC) * GELU_DOUBLED)
+    # The product rule for x·s(2u): s + x·s′, with s′ = s·(1 − s)·2u′.
     return s + x * s * (1.0 - s) * GELU_DOUBLED * (1.0 + x * x * GELU_CUBIC * 3.0)
 
 

@@ -79,11 +79,13 @@ def cast_kernel(
     # for them would take longer.
     amax = tl.max(tl.load(parts_ptr + tl.arange(0, PARTS)), 0)
     amax = tl.where(amax > 0, amax, 1.0)  # zeros only: any scale will do
+    # The product is divided by s, so what it needs is 1/s = max|a|/MOST.
     if tl.program_id(0) == 0:
         tl.store(inverse_ptr, amax / MOST)
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(a_ptr + offsets, mask=offsets < count, other=0.0).to(tl.float32)
     q_pointers = q_ptr + offsets
+    # |a|·MOST/amax is at most MOST, up to rounding, so nothing overflows.
     q = (a * (MOST / amax)).to(q_ptr.dtype.element_ty)
     tl.store(q_pointers, q, mask=offsets < count)
 
@@ -96,6 +98,8 @@ def transpose_kernel(q_ptr, out_ptr, rows, cols, ROWS: tl.constexpr, BLOCK: tl.c
     col = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = (row < rows)[:, None] & (col < cols)[None, :]
     q = tl.load(q_ptr + row[:, None] * cols + col[None, :], mask=inside, other=0)
+    # The transposition is in the addresses. Triton exchanges the elements between threads, so that
+    # both loads and stores are of neighbouring bytes.
     tl.store(out_ptr + col[None, :] * rows + row[:, None], q, mask=inside)
 
 
@@ -156,6 +160,7 @@ def cast(a: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         q = (a.float() / inverse).clamp(-most, most).to(dtype)
         return q.contiguous(), inverse
     q = torch.empty(a.shape, dtype=dtype, device=a.device)
+    # A power of two, because `cast_kernel` loads all maxima as one block.
     programs = min(PARTS, power_of_two(cdiv(a.numel(), PART)))
     parts = torch.empty(programs, dtype=torch.float32, device=a.device)
     inverse = torch.empty((), dtype=torch.float32, device=a.device)
@@ -186,6 +191,7 @@ def product(
         fast: whether to sum in the accumulator of the tensor cores, which is less precise.
     """
     if a.is_cuda:
+        # _scaled_mm takes its second factor with contiguous columns, which b.t() has.
         return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
     with torch.autocast(a.device.type, enabled=False):
         return ((a.float() @ b.float().t()) * (scale_a * scale_b)).to(dtype)
@@ -221,6 +227,8 @@ def backward_op(
     if _dispatch.idle(dy):
         return dy.new_empty(x_fp8.shape), dy.new_zeros(w_fp8.shape, dtype=dw_dtype)
     dy_fp8, dy_scale = cast(dy, E5M2)
+    # dx = dy w sums over N and dw = dyᵀ x over M. The tensor cores need the summed dimension last
+    # in both factors, hence the transposes.
     dx = product(dy_fp8, transposed(w_fp8), dy_scale, w_scale, dy.dtype, False)
     dw = product(transposed(dy_fp8), transposed(x_fp8), dy_scale, x_scale, dw_dtype, False)
     return dx, dw

@@ -50,6 +50,7 @@ def forward_op(
     if b is not None:
         b = b.contiguous()
     if not _dispatch.runs_triton(x):
+        # correction=0: LayerNorm divides by D and not by D − 1.
         variance, mean = torch.var_mean(reference.wide(x), -1, correction=0)
         r = (variance + eps).rsqrt()
         y.copy_(reference.layer_norm(reference.wide(x), w, b, eps))

@@ -69,10 +69,12 @@ def chunk_rows(rows: int, vocabulary: int, itemsize: int, chunk_bytes: int = CHU
     if rows <= max_rows:
         return max(rows, 1)
     chunks = cdiv(rows, max_rows)
+    # Equal chunks: a short last one would be a matmul that does not fill the GPU.
     even_rows = cdiv(rows, chunks)
     if even_rows < 128:
         return even_rows
     rounded_up = cdiv(even_rows, 128) * 128
+    # Rounding up must not pass the limit.
     max_rounded = max(max_rows // 128 * 128, 128)
     return min(rounded_up, max_rounded)
 
@@ -89,8 +91,12 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         first: whether to overwrite.
     """
     if total.dtype == a.dtype or not a.is_cuda:  # out_dtype exists on CUDA only
+        # beta=0 also means that total is not read: uninitialised memory may hold a NaN, and 0·NaN
+        # is NaN.
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=0 if first else 1)
     elif first:
+        # The accumulator of the matmul is fp32. With out_dtype it is not rounded to 16 bits before
+        # it is added to total.
         torch.mm(a, b, out_dtype=total.dtype, out=total)
     else:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
@@ -142,10 +148,13 @@ def forward_op(
     dx = x.new_empty(dx_shape)
     dw = w.new_empty(dw_shape, dtype=w.dtype if single else torch.float32)
     total = x.new_zeros((), dtype=torch.float32)
+    # 1/(rows that count) of the whole batch, not of a chunk: the chunks' gradients then simply add
+    # up.
     scale = mean_scale(targets, "mean" if mean else "sum", ignore_index)
     with torch.autocast(x.device.type, enabled=False):  # the dtypes are chosen above
         for first in range(0, rows, step):
             chunk = slice(first, first + step)
+            # (rows of the chunk, V): the only logits that exist now.
             z = x[chunk] @ w.T
             loss, dz = loss_and_gradient(
                 z,
@@ -155,8 +164,11 @@ def forward_op(
                 label_smoothing=smoothing,
                 out=z,  # from here on z is its own gradient
             )
+            # The losses are not multiplied by scale, so their sum is scaled once, at the end.
             total += loss.sum()
             if need_dx:
+                # A row of dx belongs to one chunk and is written in place. dw has a part from every
+                # chunk.
                 torch.mm(dz, w, out=dx[chunk])
             if need_dw:
                 _add_product(dw, dz.T, x[chunk], first == 0)
@@ -238,6 +250,8 @@ class LinearCrossEntropy(Function):
     @staticmethod
     def backward(ctx, dloss):
         gradients = ctx.gradients
+        # Backward scales the gradients in place and returns them, so a second backward would scale
+        # them twice.
         ctx.gradients = None
         if gradients is None:
             raise RuntimeError(

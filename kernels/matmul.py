@@ -56,6 +56,8 @@ def epilogue_of(y, EPILOGUE: tl.constexpr, cols):
     elif EPILOGUE == "silu":
         y = y / (1.0 + tl.exp(-y))
     elif EPILOGUE == "rms_norm":
+        # The columns beyond cols are 0 and add nothing, so the mean divides by cols and not by the
+        # width of the tile.
         y = y * tl.rsqrt(tl.sum(y * y, 1) / cols + 1e-5)[:, None]
     return y
 
@@ -63,9 +65,12 @@ def epilogue_of(y, EPILOGUE: tl.constexpr, cols):
 @triton.jit
 def grouped_tile(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
     """Return row and column of a tile, numbered group by group and column by column within one."""
+    # Only the last group can be smaller, so each group before it has exactly this many tiles.
     per_group = GROUP * col_tiles
     first = (tile // per_group) * GROUP
     size = tl.minimum(row_tiles - first, GROUP)  # the last group may be smaller
+    # Down a column of `size` tiles first, then to the next column: tiles with neighbouring numbers
+    # multiply different strips of a by the same strip of b.
     return first + (tile % per_group) % size, (tile % per_group) // size
 
 
@@ -74,9 +79,11 @@ def _finish(
     acc, bias_ptr, y_ptr, row, col, rows, cols, stride_y, BIAS: tl.constexpr, EPILOGUE: tl.constexpr
 ):
     """Add the bias to one tile, apply the epilogue, round and store."""
+    # acc is still fp32: bias and epilogue come before the only rounding.
     if BIAS:
         acc += tl.load(bias_ptr + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
     y = epilogue_of(acc, EPILOGUE, cols).to(y_ptr.dtype.element_ty)
+    # Tiles at the lower and right edges extend past y.
     inside = (row < rows)[:, None] & (col < cols)[None, :]
     tl.store(y_ptr + row.to(tl.int64)[:, None] * stride_y + col[None, :], y, mask=inside)
 
@@ -105,9 +112,12 @@ def _tile_product(
     k = tl.arange(0, BLOCK_K)
     a_ptr += row.to(tl.int64)[:, None] * stride_am + k.to(tl.int64)[None, :] * stride_ak
     b_ptr += k.to(tl.int64)[:, None] * stride_bk + col.to(tl.int64)[None, :] * stride_bn
+    # The tile's sums stay in registers for the whole depth.
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, depth, BLOCK_K):
         left = depth - start  # the pointers advance, so the mask shrinks
+        # Zeros past the depth add nothing to the sum. Zeros in columns past the edge are what
+        # "rms_norm" relies on. Rows past the edge are only kept from reading outside the matrix.
         a = tl.load(a_ptr, mask=(row < rows)[:, None] & (k < left)[None, :], other=0.0)
         b = tl.load(b_ptr, mask=(k < left)[:, None] & (col < cols)[None, :], other=0.0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
@@ -143,6 +153,7 @@ def grouped_kernel(
     row_tile, col_tile = grouped_tile(
         tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(cols, BLOCK_N), GROUP
     )
+    # Rows and columns of this tile in y, and with them the strips of a and b that it needs.
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = _tile_product(
@@ -201,6 +212,8 @@ def persistent_kernel(
         for step in tl.range(0, tl.cdiv(depth, BLOCK_K)):
             k = step * BLOCK_K
             if A_TRANSPOSED:
+                # `.T` moves no element: wgmma reads 16-bit operands from shared memory along either
+                # dimension.
                 a = a_desc.load([k, row]).T
             else:
                 a = a_desc.load([row, k])
@@ -209,6 +222,8 @@ def persistent_kernel(
             else:
                 b = b_desc.load([k, col])
             acc = tl.dot(a, b, acc)
+        # Once per tile, after the sum over the depth. The columns are cut here, because bias has no
+        # descriptor that would do it.
         if BIAS:
             columns = col + tl.arange(0, BLOCK_N)
             acc += load_fp32(bias_ptr + columns, columns < cols)[None, :]
@@ -243,6 +258,7 @@ def tile_for(
         return Launch(block=norm_block or 32, rows=32), 32
     hopper = generation in ("sm_90", "sm_100", "sm_103")
     half_precision = itemsize == 2
+    # 128 bytes of each row of a, a whole cache line, for either size of elements.
     block_k = 64 if half_precision else 32
     if norm_block:
         if norm_block > 128 and not half_precision:
@@ -257,6 +273,8 @@ def tile_for(
         return Launch(block=128, rows=64, warps=4 if hopper else 8, stages=3), block_k
     if small:
         return Launch(block=128, rows=64, warps=4 if hopper else 8, stages=4), block_k
+    # On Hopper a stage takes (128·64 + 64·256)·2 bytes = 48 KiB. Four of them and half a tile of
+    # 16-bit results, 32 KiB, are 224 of 227 KiB. Half a tile in fp32 takes 64 KiB and leaves three.
     if hopper:
         return Launch(block=256, rows=128, warps=8, stages=4 if store_bytes == 2 else 3), block_k
     return Launch(block=128, rows=128, warps=8, stages=4), block_k
@@ -284,6 +302,7 @@ def launch_pointers(
     """
     rows, depth = a.shape
     cols = b.shape[1]
+    # tl.dot takes powers of two from 16 on.
     norm_block = max(16, power_of_two(cols)) if epilogue == "rms_norm" else 0
     generation = _dispatch.generation(a.device.index)
     small = min(rows, cols) <= 1024
@@ -326,6 +345,8 @@ def _descriptor_form(x: Tensor) -> tuple[Tensor, bool] | None:
     """
     if x.data_ptr() % 16 or max(x.shape) >= 2**31:
         return None
+    # The columns of x are the rows of xᵀ: of a matrix with contiguous columns, the kernel loads
+    # tiles of xᵀ and transposes them.
     for matrix, transposed in ((x, False), (x.T, True)):
         row_stride = matrix.stride(0)
         rows_aligned = row_stride * x.element_size() % 16 == 0
@@ -369,6 +390,7 @@ def launch_persistent(
     generation = _dispatch.generation(a.device.index)
     launch, block_k = tile_for(generation, a.element_size(), small, 0, y.element_size())
     tiles = cdiv(rows, launch.rows) * cdiv(cols, launch.block)
+    # One program per multiprocessor: the stages of large tiles fill its shared memory.
     grid = (min(tiles, _dispatch.multiprocessors(a.device)),)
     _dispatch.launch(
         persistent_kernel,
@@ -488,8 +510,12 @@ class MatMul(Function):
         g = dy
         if ctx.epilogue is not None:
             h_in_fp32 = a.dtype == torch.float16  # h may exceed the range of fp16
+            # One more matmul, instead of h (M, N) kept from forward to backward. From y, h does not
+            # follow: GeLU and SiLU are not monotonic, and a norm loses the row's length.
             h = matmul_op(a, b, bias, None, precision, h_in_fp32)
             g = slope_op(dy, h, ctx.epilogue)
+        # From y = a b: da = g bᵀ and db = aᵀ g. `.T` copies nothing, because the kernels take any
+        # strides.
         da = None
         if ctx.needs_input_grad[0]:
             da = matmul_op(g, b.T, None, None, precision)

@@ -45,6 +45,7 @@ def gelu_slope(x: Tensor) -> Tensor:
     # For |x| > 30 the slope is 0 or 1 in fp32, and x² could overflow.
     x32 = wide(x).clamp(-30, 30)
     tanh = torch.tanh(GELU_SCALE * (x32 + GELU_CUBIC * x32 * x32 * x32))
+    # The derivative of x + 0.044715·x³, the inner factor of the chain rule.
     cubic_slope = 1 + 3 * GELU_CUBIC * x32 * x32
     return 0.5 * (1 + tanh) + 0.5 * x32 * (1 - tanh * tanh) * GELU_SCALE * cubic_slope
 
@@ -68,6 +69,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
     """
     x32 = wide(x)
     centred = x32 - x32.mean(-1, keepdim=True)
+    # The variance from deviations: mean(x²) − mean² cancels for a large mean.
     y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * wide(weight)
     if bias is not None:
         y = y + wide(bias)
@@ -115,6 +117,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         sin: tensor (T, D) of two halves with opposite signs, the negative one first.
     """
     x32 = wide(x)
+    # x_{i+D/2} for the first half and x_{i−D/2} for the second. The signs are in the sine's table.
     partners = x32.roll(x.shape[-1] // 2, -1)
     return (x32 * cos + partners * sin).to(x.dtype)
 
@@ -160,12 +163,14 @@ def epilogue_backward(dy: Tensor, h: Tensor, epilogue: str) -> Tensor:
     if epilogue == "rms_norm":
         r = torch.rsqrt(h32.square().mean(-1, keepdim=True) + 1e-5)
         normed = h32 * r
+        # r also depends on h: ∂r/∂h_j = −r³·h_j/D gives the second term, as in rmsnorm.py.
         return r * (g - normed * (g * h32 * r).mean(-1, keepdim=True))
     if epilogue == "gelu":
         return g * gelu_slope(h32)
     if epilogue == "silu":
         sigmoid = torch.sigmoid(h32)
         return g * sigmoid * (1 + h32 * (1 - sigmoid))
+    # torch's relu has slope 0 at h = 0, hence > and not ≥.
     negative_slope = 0.01 if epilogue == "leaky_relu" else 0.0
     return torch.where(h32 > 0, g, g * negative_slope)
 
@@ -200,10 +205,13 @@ def cross_entropy(
     log_p = shifted - shifted.exp().sum(-1, keepdim=True).log()
     kept = targets != ignore_index
     within = (targets >= 0) & (targets < logits.shape[-1])
+    # gather must not read outside the row. The result for such rows is overwritten below.
     index = torch.where(within, targets, 0)[:, None].long()
     loss = -log_p.gather(-1, index)[:, 0]
     loss = torch.where(within, loss, float("nan"))
     if label_smoothing:
+        # Σ_v q_v·(−log p_v) is (1 − ε) times the target's term plus ε times the mean over all
+        # classes.
         loss = (1 - label_smoothing) * loss - label_smoothing * log_p.mean(-1)
     loss = torch.where(kept, loss, 0.0)
     if reduction == "none":

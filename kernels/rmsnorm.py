@@ -124,6 +124,8 @@ def forward_kernel(
             # Columns cut off are 0 − mean now. Set them to 0 again, or they count in the variance.
             s = tl.where(inside, s - mean[:, None], 0.0)
             tl.store(r_ptr + rows + row, mean, mask=row < rows)
+        # Divided by cols and not by BLOCK, whose further columns are 0. With CENTRE, s is centred
+        # by now and this is 1/√(variance + eps).
         r = tl.rsqrt(tl.sum(s * s, 1) / cols + eps)
         if WIDE:
             w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0)
@@ -132,6 +134,8 @@ def forward_kernel(
             y += b.to(tl.float32)[None, :]
         if SILU:
             y = y / (1.0 + tl.exp(-y))  # SiLU: y·sigmoid(y)
+        # In fp32: backward recomputes ŝ = s·r from it, and an error of r would be one of the whole
+        # row.
         tl.store(r_ptr + row, r, mask=row < rows)
         store_rounded(y_ptr + out, y, inside)
 
@@ -141,6 +145,7 @@ def gradient_before(g, u, SILU: tl.constexpr):
     """Return the gradient of u = ŝ·w from the gradient g of f(u), f being SiLU or the identity."""
     if SILU:
         # SiLU′(u) = σ(u)·(1 + u·(1 − σ(u)))
+        # This is the product rule for u·σ(u), with σ′ = σ·(1 − σ).
         sigmoid = tl.sigmoid(u)
         g = g * sigmoid * (1.0 + u * (1.0 - sigmoid))
     return g
@@ -199,11 +204,14 @@ def walk(
         )
         # Rows beyond the last get r = 0, so their ŝ is 0 and adds nothing to dw.
         r = tl.load(r_ptr + row, mask=row < rows, other=0.0)
+        # LayerNorm normalises s − mean. The second half of r has the means.
         if CENTRE:
             s -= tl.load(r_ptr + rows + row, mask=row < rows, other=0.0)[:, None]
         normed = s * r[:, None]
         w32 = w.to(tl.float32)[None, :]
+        # From the gradient of y to that of u = ŝ·w.
         g = gradient_before(g, normed * w32, SILU)
+        # u = ŝ·w + b: ∂u/∂w = ŝ and ∂u/∂b = 1, summed over all rows, as these share w and b.
         if SUMS:
             dw += g * normed
             if BIAS:
@@ -216,18 +224,26 @@ def walk(
                 mean = tl.sum(g * normed, 1) / cols
             else:
                 mean = tl.load(c_ptr + row, mask=row < rows)
+            # From ŝ_i = s_i·r and ∂r/∂s_j = −r³·s_j/D: ds_j = r·(g_j − ŝ_j·Σ_i g_i·ŝ_i/D), with g =
+            # w·dy·f′.
             ds = g - normed * mean[:, None]
+            # The mean that was subtracted depends on all elements of the row. So the gradient loses
+            # its own mean.
             if CENTRE:
                 if c_ptr is None:
                     mean = tl.sum(g, 1) / cols
                 else:
                     mean = tl.load(c_ptr + rows + row, mask=row < rows)
                 ds -= mean[:, None]
+            # The factor r of both terms, multiplied once.
             ds = ds * r[:, None]
+            # s itself is also a result, the residual stream that continues past the norm. Its
+            # gradient adds up with that through the norm.
             if dtotal_ptr is not None:
                 ds += load_fp32(dtotal_ptr + out, inside)
             store_rounded(ds_ptr + out, ds, inside)
     if SUMS:
+        # The only reduction over the rows of a tile, once per program.
         store_rounded(dw_ptr + columns, tl.sum(dw, 0), columns < cols)
         if BIAS:
             store_rounded(db_ptr + columns, tl.sum(db, 0), columns < cols)
@@ -314,6 +330,8 @@ def few_rows_kernel(
     The first cdiv(cols, STRIP) programs each compute dw and db of STRIP columns, from all rows. The
     others each compute ds of one tile of ROWS whole rows.
     """
+    # The programs for dw have the first numbers. They read all rows and take longest, so they start
+    # first.
     tile = tl.program_id(0) - tl.cdiv(cols, STRIP)
     if tile < 0:
         walk(
@@ -458,6 +476,8 @@ def launch_backward(
         dw (D) in w's dtype and db (D) in bias_dtype, or None without a bias.
     """
     rows, cols = s.shape
+    # All three limits: the programs for dw read s and dy a second time, which is cheap only from
+    # the L2.
     few = rows <= FEW_ROWS and cols <= FEW_COLUMNS and s.nbytes <= FEW_BYTES
     if few and cols <= ONE_TILE_BACKWARD:
         return _launch_few_rows(dy, dtotal, s, w, r, ds, silu, bias_dtype)
@@ -632,6 +652,7 @@ def plain_backward(
     if mean is not None:
         centred = centred - mean.view(r.shape)
     normed = centred * r
+    # The same formulas as in `walk`, over all rows at once.
     if silu:
         u = normed * w_wide
         sigmoid = torch.sigmoid(u)

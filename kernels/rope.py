@@ -55,6 +55,8 @@ def rope_kernel(
     """
     # int64: the offsets that follow from it may exceed 2³¹.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    # The position, which chooses the angles. All heads read the same rows of the tables, which stay
+    # in the cache.
     t = row % length
     head = row // length
     # Split the number of the head into its three indices, and find the row's first element.
@@ -65,6 +67,7 @@ def rope_kernel(
         + t * stride_t
     )
     i = tl.arange(0, HALF)
+    # Rows past the last one, and pairs past D/2, because HALF is a power of two.
     inside = (row < rows)[:, None] & (i < half)[None, :]
     # Both members of a pair, from the two halves of the row.
     x = x_ptr + start[:, None] + i[None, :]
@@ -74,7 +77,10 @@ def rope_kernel(
     cos = tl.load(cos_ptr + t[:, None] * stride_cos + i[None, :], mask=inside, other=0.0)
     sin = tl.load(sin_ptr + t[:, None] * stride_sin + half + i[None, :], mask=inside, other=0.0)
     sin = sin * sign
+    # y has no gaps: its rows are 2·half = D elements, in the order of `row`.
     y = y_ptr + row[:, None] * (2 * half) + i[None, :]
+    # The rotation of (first, second) by the angle. Both results need both inputs, so one program
+    # has both halves of a row.
     store_rounded(y, first * cos - second * sin, inside)
     store_rounded(y + half, second * cos + first * sin, inside)
 
@@ -82,6 +88,7 @@ def rope_kernel(
 def _three_outer(x: Tensor) -> Tensor:
     """Return x as (outer, middle, inner, T, D), without a copy for up to 3 leading dimensions."""
     if x.dim() > 5:
+        # Joins the first dimensions. It copies only if their strides allow no view.
         return x.flatten(0, x.dim() - 5)
     missing = 5 - x.dim()
     return x[(None,) * missing]
@@ -101,6 +108,7 @@ def launch_rope(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, sign: float) -> 
     length, width = x.shape[-2:]
     block = max(2, power_of_two(width // 2))
     rows = x.numel() // width
+    # 1,024 pairs per program, 8 per thread.
     tile = max(1, 1024 // block)  # rows per program: short heads share one
     _dispatch.launch(
         rope_kernel,
@@ -176,6 +184,7 @@ class RoPE(Function):
     @staticmethod
     def backward(ctx, dy):
         cos, sin = ctx.saved_tensors
+        # The gradient is multiplied by the transposed rotation, which is the rotation back.
         return rope_op(dy, cos, sin, -1.0), None, None
 
 

@@ -43,6 +43,8 @@ def _place(cols, BLOCK: tl.constexpr):
 def forward_kernel(gate_ptr, up_ptr, y_ptr, cols, stride_gate, stride_up, BLOCK: tl.constexpr):
     """Compute one block of one row of y per program. y is contiguous."""
     row, columns = _place(cols, BLOCK)
+    # Cuts the last block of each row. Nothing is summed over a row, so the value that cut elements
+    # are loaded with does not matter.
     inside = columns < cols
     gate = load_fp32(gate_ptr + row * stride_gate + columns, inside)
     up = load_fp32(up_ptr + row * stride_up + columns, inside)
@@ -70,10 +72,14 @@ def backward_kernel(
     dy = load_fp32(dy_ptr + row * stride_dy + columns, inside)
     gate = load_fp32(gate_ptr + row * stride_gate + columns, inside)
     up = load_fp32(up_ptr + row * stride_up + columns, inside)
+    # Computed once for both gradients. Storing it in the forward would cost as much traffic as a
+    # further tensor.
     sigmoid = tl.sigmoid(gate)
     out = row * cols + columns
+    # silu′ = σ·(1 + g·(1 − σ)), by the product rule for g·σ(g) with σ′ = σ·(1 − σ).
     dgate = dy * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
     store_rounded(dgate_ptr + out, dgate, inside)
+    # y is linear in up, so du = dy·silu(g).
     store_rounded(dup_ptr + out, dy * gate * sigmoid, inside)
 
 
@@ -99,6 +105,7 @@ def launch(kernel, name: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor,
     """
     matrices = _flat(*inputs)
     rows, cols = matrices[0].shape
+    # 8 elements per thread: one 16-byte load of each 16-bit tensor.
     options = chosen(name, Launch(block=2048, warps=8))
     grid = (rows * cdiv(cols, options.block),)
     if rows == 1:

@@ -44,7 +44,11 @@ def forward_kernel(
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in tl.range(0, cols, BLOCK):
         columns = start + offsets
+        # Cuts rows in the last program and columns in the last tile of a row. 0 adds nothing to the
+        # sum.
         inside = (row < rows)[:, None] & (columns < cols)[None, :]
+        # STREAMED: each element of x is used once. w is read by all programs and should stay in the
+        # cache.
         x = load_fp32(x_ptr + row[:, None] * stride_x + columns[None, :], inside, policy=STREAMED)
         w = load_fp32(w_ptr + columns, columns < cols)
         acc += x * w[None, :]
@@ -70,16 +74,20 @@ def backward_kernel(
     of rows. parts is (P, cols), and row j of it belongs to the programs (·, j).
     """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # The program keeps its columns, so it loads w once, before its loop over rows.
     w = load_fp32(w_ptr + columns, columns < cols)
+    # One sum for each of the ROWS rows of a tile: the loop needs no reduction across threads.
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     for tile in tl.range(tl.program_id(1), tl.cdiv(rows, ROWS), tl.num_programs(1)):
         row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row < rows)[:, None] & (columns < cols)[None, :]
+        # Rows past the last one get dy = 0, so they add nothing to dw.
         dy = load_fp32(dy_ptr + row, row < rows)
         x = load_fp32(x_ptr + row[:, None] * stride_x + columns[None, :], inside)
         dw += dy[:, None] * x
         dx = dy[:, None] * w[None, :]
         store_rounded(dx_ptr + row[:, None] * cols + columns[None, :], dx, inside)
+    # Row program_id(1) of parts. No two programs write to the same place, so no atomics are needed.
     share = tl.program_id(1).to(tl.int64) * cols + columns
     tl.store(parts_ptr + share, tl.sum(dw, 0), mask=columns < cols)
 
@@ -87,6 +95,8 @@ def backward_kernel(
 def launch_forward(x: Tensor, w: Tensor, y: Tensor) -> None:
     """Fill y (N) from x (N, D), with contiguous rows, and w (D)."""
     rows, cols = x.shape
+    # A tile has 8,192 elements, 32 per thread: 4 rows of 2,048 columns, or more of shorter rows.
+    # Longer rows take several tiles.
     block = min(2048, power_of_two(cols))
     launch = Launch(block, rows=max(1, 8192 // block), warps=8)
     launch.start(

@@ -54,6 +54,8 @@ def parameter_difference(
     task = task or small()
     candidate = candidate or task
     ranks_of_stage = context.world_size // variant.layout.pipeline
+    # Another seed on each rank of a stage. Corresponding ranks of the stages share a seed, because
+    # a stage gets no broadcast from another one.
     model = candidate.build(context.rank % ranks_of_stage, context.device)
     reference = task.build(0, context.device)
     optimizer_cls, options = torch.optim.SGD, {"lr": task.lr}
@@ -79,7 +81,9 @@ def parameter_difference(
     reference_optimizer = optimizer_cls(groups, **options)
     for number in range(steps):
         batches = shared_batches(candidate, axes, context, number)
+        # A pipeline of n stages gets n micro-batches.
         train([part for batch in batches for part in split(batch, axes.layout.pipeline)])
+        # The reference computes the gradients of all ranks, one after the other.
         _mean_gradients(task, reference, number, context)
         if max_grad_norm is not None:
             nn.utils.clip_grad_norm_(reference.parameters(), max_grad_norm)
@@ -90,7 +94,10 @@ def parameter_difference(
     difference = (
         torch.stack([(mine[name] - expected[name]).abs().max() for name in expected]).max().item()
     )
+    # Before the next row wraps a model of its own: hooks belong to the process.
     strategy_model.close(restore=False)
+    # Every rank compares its own copy. The largest one counts, so a rank that left the others
+    # shows.
     differences = collectives.gather_objects(difference, context.group)
     return max(math.inf if math.isnan(value) else value for value in differences)
 
@@ -147,6 +154,7 @@ def _mean_gradients(task: Task, model: nn.Module, step: int, context: RankContex
     """
     totals = {}  # parameter → its gradient, summed over ranks
     for rank in range(context.world_size):
+        # Each rank's sum is rounded by itself, as on real ranks, and then added to the total.
         model.zero_grad()
         batches = task.batches(rank, step, context.device)
         for batch in batches:
@@ -168,6 +176,8 @@ def relative_errors(
     """Return `loss_rel_error` and `grad_rel_error`, ‖g / scale − g_ref‖ / ‖g_ref‖."""
     difference = norm = 0.0
     for mine, theirs in zip(gradients, expected, strict=True):
+        # Over all gradients together: a small tensor with large relative noise counts little. In
+        # fp64, so that the sum does not round.
         difference += float(torch.linalg.vector_norm(mine.double() / scale - theirs.double())) ** 2
         norm += float(torch.linalg.vector_norm(theirs.double())) ** 2
     return {

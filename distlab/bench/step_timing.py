@@ -71,6 +71,8 @@ class Timing:
             mine = []
             for sample in samples:
                 forward = sample.get("forward", 0.0)  # a pipeline has none of its own
+                # Of the same sample, and not of two medians, so that it is the time of one real
+                # step.
                 both = forward + sample["backward"]
                 mine.append({**sample, "forward": forward, "forward_backward": both}[phase])
             self.phases[phase].extend(slowest_rank(mine, context.group, context.device))
@@ -157,6 +159,7 @@ def _time_block(
 
     with ExitStack() as stack:
         timing.out_of_memory = True  # until everything has fitted
+        # Building, warm-up and timing count for the peak. What `inspect` allocates later does not.
         with peak_memory(context.device) as memory:
             trial = _if_it_fits(
                 lambda: stack.enter_context(closing(Trial(context, options, row))), context
@@ -166,14 +169,15 @@ def _time_block(
             for _ in range(warmup):  # the second step is the first with the optimizer's state
                 if not _if_it_fits(timed_step, context):
                     return
+            # The timed steps begin together on all ranks.
             dist.barrier(context.group)
             timer.clear()
             if not _if_it_fits(timed_step, context, times=steps):
                 return
             samples = timer.steps()
             outside = trial.model.bytes_outside_allocator  # for example symmetric memory
-        # First, because it may compare the loss with that of rows that are not compiled, and
-        # counting compiled calls runs more steps.
+        # Counting compiled calls runs more steps. It comes last, because `inspect` may compare the
+        # loss with that of rows that are not compiled.
         if not _if_it_fits(inspected, context):
             return
         if options.compile != "off":

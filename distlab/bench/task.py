@@ -107,6 +107,8 @@ def shared_batches(task: Task, axes: Axes, context: RankContext, step: int) -> l
         task.batches(member, step, context.device) for member in range(first, first + ranks)
     ]
     shared = []
+    # Concatenated along the batch. `axes.share` then takes the part of this rank, if ranks share a
+    # sequence.
     for batches in zip(*of_members, strict=True):  # one micro-batch of each member
         tensors = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
         shared.append(axes.share(tensors))
@@ -173,6 +175,7 @@ def factory_of(name: str, flag: str = "--model") -> Callable[..., Any]:
     """
     check_name(name, flag)
     module, _, function = name.partition(":")
+    # As `python -m` does, so that the user's module is found without an installation.
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     with blamed(name, f"the import of {module}", flag):
@@ -220,6 +223,8 @@ def own_task(name: str, batch_size: int, seed: int = 0) -> Task:
     _, batch, loss = made(name, seed)
 
     def batches(rank: int, step: int, device: torch.device) -> list[Any]:
+        # One number from three. SeedSequence mixes them, so that neighbouring steps do not draw
+        # related numbers.
         key = int(np.random.SeedSequence((seed, rank, step)).generate_state(1)[0])
         examples = batch(batch_size, torch.Generator().manual_seed(key))
         return [
@@ -228,6 +233,8 @@ def own_task(name: str, batch_size: int, seed: int = 0) -> Task:
 
     def loss_fn(model: nn.Module, keyed: tuple[int, Any]) -> Loss:
         key, examples = keyed
+        # Before every call of the loss, so that dropout on a rank and in the reference draws
+        # equally.
         torch.manual_seed(key)
         return loss(model, examples)
 
@@ -252,6 +259,8 @@ def refusal(strategy: Strategy, unused: Sequence[frozenset[str]]) -> str | None:
     if not ever or strategy.may_leave_unused:
         return None
     some = f"{min(ever)!r}" + (f" and {len(ever) - 1} more parameters" if len(ever) > 1 else "")
+    # Units are gathered in an order that all ranks must share. A fixed set of unused parameters
+    # does not change it.
     if strategy.casts_parameters:
         if len(set(unused)) == 1:
             return None
@@ -279,6 +288,7 @@ def examined(name: str, task: Task, context: RankContext, seed: int = 0) -> list
     trainable = {key: value for key, value in module.named_parameters() if value.requires_grad}
     unused = []
     for step in range(BATCHES):
+        # None and not zeros: a parameter that the batch does not use must keep no gradient.
         module.zero_grad(set_to_none=True)
         with blamed(name, "batch(size, generator)"):
             (batch,) = task.batches(context.rank, step, context.device)
@@ -309,6 +319,8 @@ def blamed(name: str, what: str, flag: str = "--model") -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
+        # The last line of the stack that is in a file of the user's, and not in Python, torch or
+        # the lab.
         places = [
             f" at {Path(each.filename).name}:{each.lineno}"
             for each in traceback.extract_tb(error.__traceback__)

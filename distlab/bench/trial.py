@@ -132,6 +132,7 @@ class Trial:
             context=context,
             mark=self._mark_of_step,
         )
+        # On the device before anything is timed, so that a step contains no copy of data.
         self._batches = synthetic_batches(context, options, variant.layout)
         self._calls = 0
         self._has_run_out_of_memory = False
@@ -145,6 +146,8 @@ class Trial:
         ends. A pipeline alternates forward and backward, which then all count as backward.
         """
         self._mark = mark or _no_mark
+        # The same few batches in turn: their content does not change the time, and new ones would
+        # have to be copied.
         batch = self._batches[self._calls % len(self._batches)]
         self._calls += 1
         try:
@@ -170,6 +173,8 @@ class Trial:
                 flush=True,
             )
         self._has_run_out_of_memory = True
+        # Sends zeros for the gradients that this rank does not have, which the other ranks wait
+        # for.
         self.model.finish_gradient_synchronization()
 
     def _run_part(self, mode: str, batch: Batch) -> None:
@@ -179,6 +184,7 @@ class Trial:
             loss = self.forward(batch)
         self._mark("forward")
         if mode == "forward_backward":
+            # Scaling is part of what fp16 costs, and keeps small gradients from becoming 0.
             scaled = loss if self._scaler is None else loss * self._scaler.scale
             scaled.backward()
             self.model.finish_gradient_synchronization()
@@ -228,12 +234,14 @@ class Trial:
         runs = collectives.gather_objects(
             CompiledRun(ran, modules * self._parts), self.context.group
         )
+        # A rank that ran eager makes the others wait, so the worst rank says what was measured.
         return min(runs, key=lambda run: run.calls / max(run.parts, 1))
 
     def profile(self, path: Path, steps: int, *, warmup: int = 1) -> None:
         """Write the profiler's trace of a few steps of this rank to `path`."""
 
         def marked_step() -> None:
+            # A new object for each step: it opens the named ranges by which the trace is divided.
             phases = Phases()
             with phases.step():
                 self("step", phases.mark)
@@ -254,6 +262,8 @@ class Trial:
     def settle(self) -> None:
         """Wait on every rank for what the last step left in flight, for example parameters."""
         self.model.synchronize()
+        # Ranks leave here together, so that the next measurement does not contain the wait for a
+        # slow one.
         dist.barrier(self.context.group)
 
     def close(self) -> None:
@@ -263,6 +273,8 @@ class Trial:
         next measurement.
         """
         self.model.close(restore=False)
+        # The references first, then the collector: cycles of hooks would keep the memory until it
+        # runs by chance.
         del self.model, self.module, self.optimizer, self._train, self._batches
         gc.collect()
 
@@ -296,6 +308,7 @@ def refusals(
         reason = refusal(row.strategy, unused)
         if reason is None:
             reason = _failure_of_a_step(options, row, context)
+        # All ranks must leave out the same rows, or their collectives would not match.
         reasons = collectives.gather_objects(reason, context.group)
         given = [each for each in reasons if each is not None]
         if given:

@@ -120,6 +120,7 @@ def variants(
     rows = []
     for name in strategies:
         strategy = get_strategy(name)
+        # Without buckets all sizes are the same measurement, so there is one row.
         sizes = bucket_sizes_mb if strategy.has_buckets else bucket_sizes_mb[:1]
         for size in sizes:
             label = "unbounded" if size is None else f"{size:g}"
@@ -129,6 +130,7 @@ def variants(
     for text in layouts:
         layout = Layout.parse(text)
         for row in rows:
+            # `local` communicates nothing, and a layout shares work by communication.
             if row.strategy.synchronizes and row.strategy.refusal(layout) is None:
                 under_layouts.append(
                     replace(

@@ -58,6 +58,8 @@ class UserWrapper(ParallelModel):
         super().__init__()
         self.module, self.process_group = module, group
         self.device = next(module.parameters()).device
+        # Before the wrapper sees the module: the whole shapes, by which a cut parameter is
+        # recognised later.
         self._shapes = {plain_name(name): p.shape for name, p in _every_parameter(module)}
         parts = _parts_of(wrap(module, group))
         self._call = parts.call
@@ -164,6 +166,7 @@ def trained_by(name: str, micro_batches: int) -> Strategy:
     strategy = wrapped_by(name)
 
     def wrap_whole(module: nn.Module, how: Wrapping) -> ParallelModel:
+        # As in `UserWrapper`: the shapes that checkpoints expect.
         before = {key: parameter.shape for key, parameter in module.named_parameters()}
         model = strategy.wrap(module, how)
         after = dict(module.named_parameters())

@@ -70,6 +70,8 @@ def check(
     patience = timedelta(seconds=4 * context.timeout_s + 60)
     own = replace(context, group=dist.new_group(timeout=patience))
     try:
+        # One rank decides. A difference in the last bit between ranks would be taken for a mistake
+        # of the wrapper.
         lr = on_main(
             own, lambda: step_size(task, task.batches(0, 0, own.device)[0], seed, own.device)
         )
@@ -146,9 +148,13 @@ def _compare_twice(own: RankContext, group: ProcessGroup, jobs: Jobs) -> Verdict
     except NothingToCompare:
         raise  # such as an optimizer whose step in fp16 is not a number
     except (ValueError, TimeoutError):
+        # The first run's error is the better one: the second failed as well, and perhaps for that
+        # reason.
         if failure is not None:
             raise failure from None
         return several.verdict
+    # It failed with several micro-batches only. That is a mistake if the wrapper says that it can
+    # accumulate.
     if failure is not None:
         if one.can_accumulate or not one.verdict.right:
             raise failure
@@ -164,6 +170,7 @@ def _compare_twice(own: RankContext, group: ProcessGroup, jobs: Jobs) -> Verdict
 def _compare(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int) -> _Compared:
     """Train on ranks, repeat that on each rank without a wrapper, and judge on rank 0."""
     trained = on_all(own, lambda: train(own, group, jobs, micro_batches))
+    # Rank 0 judges, because a comparison needs the tensors of all ranks.
     everyone = gather_on_main(trained, own)
     # Each step is repeated from the parameters that rank 0 had in it (they are judged as well), so
     # that a difference of a last bit after the first step does not grow in the second.
@@ -184,6 +191,8 @@ def _compare(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: i
         return on_main(own, lambda: Judge(everyone, runs, copy, jobs).findings()), runs
 
     findings, runs = judged(OWN_BUFFERS, ())
+    # Batch statistics and the like may follow rank 0, as under torch DDP. That is right as well, so
+    # the kinder result counts.
     if findings and copy.has_state and not jobs.same_batch:
         main_states = from_main(runs[0].states if own.is_main else None, own)
         for policy in (EACH_STEP, EACH_FORWARD):
@@ -251,6 +260,7 @@ def _named_stale(
     """
     old, new = parameters
     modules = {name.rpartition(".")[0] for name in copy.trainable}
+    # A wrapper may miss the update of everything, or of the layers that it gathered too early.
     sets = [set(copy.trainable)]
     if len(modules) <= MOST_MODULES:
         sets += [

@@ -30,7 +30,10 @@ class Right:
         error = (seen - self.value).abs()
         if not error.isfinite().all():
             return math.inf
+        # 0/0 would be NaN. An element that agrees exactly is 0 away, also where nothing is allowed.
         elements = torch.where(error == 0, error, error / self.element).max().item()
+        # Two bounds: one for the worst element, which always holds, and a tighter one for the whole
+        # tensor, which finds small mistakes in all elements.
         rms = error.square().mean().sqrt().item()
         return max(elements, rms and rms / max(self.rms, 1e-300))
 
@@ -109,6 +112,7 @@ class Expected:
         variance = 2 * value.square()
         noise, shift = torch.zeros_like(value), torch.zeros_like(value)
         running = torch.zeros_like(value)
+        # The terms of the list above, rank by rank.
         for weight, each, sent in zip(weights, sums, weighted, strict=True):
             hard += roundings * unit * abs(weight) * each.magnitude
             running = running + sent

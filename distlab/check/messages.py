@@ -35,6 +35,8 @@ def on_all(own: RankContext, work: Callable[[], Any]) -> Any:
     except Agreed as agreed:
         raise agreed.error from None
     try:
+        # Also without an error of its own: this rank must learn of those of the others here, and
+        # not in a collective that they never call.
         exchange(own, None, error)
     except Agreed as agreed:
         raise agreed.error from None

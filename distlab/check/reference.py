@@ -37,6 +37,8 @@ def step_size(task: Task, batch: Any, seed: int, device: torch.device) -> float:
     Raises:
         ValueError: the same weights and batch give two losses.
     """
+    # Two fresh models with the same seed on the same batch: only a forward that is random itself
+    # can differ.
     with torch.no_grad():
         first, second = (
             mean_loss(task.loss_fn(task.build(seed, device), batch)).item() for _ in range(2)
@@ -53,11 +55,14 @@ def step_size(task: Task, batch: Any, seed: int, device: torch.device) -> float:
         return task.lr
     mean_loss(task.loss_fn(module, batch)).backward()
     size = math.sqrt(sum(p.detach().double().square().sum().item() for p in halves))
+    # In fp64, as squares of half-precision numbers overflow or vanish.
     gradients = [p.grad.double() for p in halves if p.grad is not None]
     slope = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients))
     if not 0 < slope < math.inf:
         return task.lr
     eps = max(torch.finfo(p.dtype).eps for p in halves)
+    # The update has the norm lr · slope, so this lr makes it 8 eps · size. A parameter's last bit
+    # is eps of it.
     return max(task.lr, 8 * eps * size / slope)
 
 
@@ -93,6 +98,8 @@ class Sums:
     def of(gradients: Sequence[Tensor], moved: Sequence[Tensor], weights: Weights) -> "Sums":
         """Add up the gradients of micro-batches, and those with moved parameters."""
         plain = torch.stack([wide(gradient) for gradient in gradients])
+        # What the same step gives with parameters moved by their last bit, minus what it gives as
+        # they are: the noise of any right implementation.
         change = torch.stack([wide(gradient) for gradient in moved]) - plain
         change = _weighted(change.nan_to_num(0.0, 0.0, 0.0), weights.right)
         each = _weighted(plain, weights.right)
@@ -105,6 +112,7 @@ class Sums:
             first=each[0],
             last=each[-1],
             magnitude=each.abs().sum(0),
+            # The running sum after each micro-batch: each addition rounds by a share of it.
             partial=each.cumsum(0).square().sum(0),
             noise=change.square().sum(0),
             shift=change.sum(0),
@@ -180,6 +188,7 @@ class Copy:
         named = dict(self.module.named_parameters())
         self.trainable = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
         self.frozen = [name for name in named if name not in self.trainable]
+        # named_parameters() leaves a tied weight's second name out. By identity, both are counted.
         names = Counter(id(p) for _, p in self.module.named_parameters(remove_duplicate=False))
         self.tied = {name for name, parameter in self.trainable.items() if names[id(parameter)] > 1}
         self.has_state = any(buffer.is_floating_point() for buffer in self.module.buffers())
@@ -202,6 +211,8 @@ class Copy:
                     * 2
                     - 1
                 )
+                # Half of the elements go up and half down, so that the changes do not add up to a
+                # shift.
                 parameter.data += parameter.data * up * torch.finfo(parameter.dtype).eps
 
     def _load_parameters(self, values: Tensors, buffers: set[str], moved: bool) -> None:
@@ -234,6 +245,7 @@ class Copy:
             arrival: phase before which `late` arrives: 1 the backward of the first micro-batch, 2
                 the second forward, 0 not in this step. None: there is no `late`.
         """
+        # On rank 0 all policies are the same: the buffers are its own.
         if own.is_main:
             policy = OWN_BUFFERS
         all_sums, all_states, at_end, loss = [], [], [], 0.0
@@ -248,6 +260,8 @@ class Copy:
             then = late if number == len(steps) - 1 else None
             step = (number, parameters[number], then, arrival, micro_batches, before, read)
             gradients, states, losses, counts = self._step(*step, traces[0], moved=False)
+            # The share of each micro-batch depends on the counts of all ranks, so this is a message
+            # to all.
             weights = weights_of(exchange(own, seen_in(micro_batches, counts)), own.rank)
             loss = 0.0
             for weight, of_batch in zip(weights.right, losses, strict=True):
@@ -298,6 +312,8 @@ class Copy:
                 self.load(read[number])
             states.append(copies({}, self.module))
             for parameter in self.trainable.values():
+                # Zeros and not None: a parameter that the batch does not use then has a gradient of
+                # zero, as in the mean over ranks.
                 parameter.grad = torch.zeros_like(parameter)
             trace.begin(step + 1, number + 1)
             with trace.hooked() if self.where else nullcontext():
@@ -308,6 +324,8 @@ class Copy:
                 loss = loss / len(micro_batches)
             if 2 * number + 1 == arrival and late is not None:
                 self._load_parameters(late, buffers, moved)
+            # One backward for each micro-batch with its own gradient, so that their sums can be
+            # formed in every way that a mistake may.
             loss.backward()
             losses.append(loss.item())
             counts.append(count)

@@ -125,8 +125,10 @@ def _saves_log_sum_exp(ranks: Noted) -> None:
     """Raise Broken unless one of the saved tensors is the log-sum-exp of each query."""
     expected = _log_sum_exp(ranks[0]["inputs"])
     saved = ranks[0]["saved"]
+    # The form is free: (batch, length), with a dimension of 1, or flat.
     of_shape = [each for each in saved if each.numel() == expected.numel()]
     for each in of_shape:
+        # 1 % also allows for half precision, and tells natural from binary logarithms.
         if is_near(each.reshape(expected.shape).double(), expected, 1e-2):
             return
     shape = tuple(expected.shape)

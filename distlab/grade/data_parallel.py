@@ -216,6 +216,7 @@ def invariants(part: Part) -> list[Invariant]:
 
 def _starts_equal(ranks: Noted, buffers: bool) -> None:
     """Raise Broken unless every rank starts from what rank 0 was built with."""
+    # Each rank was built with its number as the seed, so rank 0's values can be made here again.
     built = Branches(PLAIN, seed=0)
     expected = dict(built.named_buffers() if buffers else built.named_parameters())
     for rank, noted in enumerate(ranks):
@@ -240,6 +241,8 @@ def _expected_gradients(
         place = first_rank + rank
         last = first_rank + len(ranks) - 1
         model = Branches(form, seed=0, is_last=place == last)
+        # From the parameters that the rank really had, so that a mistake in the first step is not
+        # reported again in the second.
         model.load_state_dict(_with_tied(model, ranks[rank]["steps"][step]["before"]))
         for number in range(backwards):
             examples = 4 + place if unequal else 4
@@ -267,6 +270,7 @@ def _mean(
     first_rank: int = 0,
 ) -> None:
     """Raise Broken unless each gradient is the mean over ranks in these steps."""
+    # With a subgroup, rank 0 does not train.
     ranks = [noted for noted in ranks if not noted.get("is_left_out")]
     number = len(ranks)
     for step in steps:
@@ -328,6 +332,7 @@ def _described(
         return "a gradient, although no rank computed one"
     number = len(alone)
     own = alone[rank]
+    # The simplest mistakes first: a small tensor may agree with several.
     if is_near(seen, mean * number):
         return f"the sum over ranks, {number} times the mean"
     if own is not None and is_near(seen, own):
@@ -354,6 +359,7 @@ def _stays_equal(ranks: Noted) -> None:
     """Raise Broken unless all ranks end with the same parameters."""
     for rank, noted in enumerate(ranks):
         for name, tensor in ranks[0]["final"].items():
+            # `scale` is a buffer, which each rank may keep for itself.
             if not is_near(noted["final"][name], tensor, 0.0) and name != "scale":
                 raise Broken(
                     f"{name} on rank {rank} as on rank 0",
@@ -413,6 +419,7 @@ def _message_per_parameter(ranks: Noted) -> None:
                 f"{len(wanted)} messages, one per parameter",
                 f"{len(seen)}, and none of {numel} elements",
             )
+        # One message for each parameter of this size: two of equal size need two.
         others.remove(numel)
     if len(others) > 1 or sum(others) > 64:
         raise Broken(f"{len(wanted)} messages, one per parameter", f"{len(seen)}")
@@ -433,6 +440,8 @@ def _messages(ranks: Noted, size_mb: float) -> None:
         if "float" in dtype and op != "broadcast":
             calls += 1
     limit = size_mb * 2**20
+    # At least the bytes divided by the size of a bucket. A tensor larger than a bucket makes a
+    # larger one.
     least = max(1, math.ceil(sum(sizes) / max(limit, max(sizes))))
     most = 1 if limit >= sum(sizes) else _greedy(sizes, limit)
     if limit < sum(sizes) / 20:  # hardly two tensors fit into one
@@ -475,6 +484,7 @@ def _overlaps(ranks: Noted) -> None:
 def _no_leak(ranks: Noted) -> None:
     """Raise Broken if the number of live tensors grows from step to step."""
     alive = ranks[0]["alive"]
+    # Some tensors more are no leak, and a leak grows until the end. Both must hold.
     if alive[-1] > alive[1] + 20 and alive[-1] > alive[-2]:
         raise Broken(
             "as many tensors after step 50 as after step 20", f"{alive[1]}, then {alive[-1]}"

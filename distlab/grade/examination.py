@@ -135,6 +135,8 @@ class _Copy:
         """Return path, size and time of change of every file."""
         found = []
         for file in sorted(self.folder.rglob("*")):
+            # Python writes __pycache__ itself. Anything else that has changed was changed by the
+            # submission's code.
             if file.is_file() and "__pycache__" not in file.parts:
                 status = file.stat()
                 found.append((str(file), status.st_size, status.st_mtime))

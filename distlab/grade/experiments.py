@@ -149,6 +149,8 @@ def _note_gradients(
     def note(_: Tensor) -> None:
         log.append(f"{len(recorder.calls)} {name}")
 
+    # The hook runs when the gradient is complete. A collective that was issued by then overlaps
+    # with backward.
     parameter.register_post_accumulate_grad_hook(note)
 
 
@@ -211,6 +213,7 @@ def train_long(place: Place, bucket_size_mb: float | None) -> Noted:
         place.finish(model, optimizer)
         optimizer.step()
         if step % 10 == 9:
+            # Cycles that the collector would free are no leak.
             gc.collect()
             alive.append(sum(1 for each in gc.get_objects() if is_tensor(each)))
     return {"alive": alive}

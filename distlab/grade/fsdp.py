@@ -155,6 +155,8 @@ def _mean(
     for name in alone[0]:
         given = [gradients[name] for gradients in alone]
         key = _matching(list(before), name)
+        # SGD moves a parameter by lr · gradient, and sharded gradients are not compared directly:
+        # this is what they were.
         moved = (before[key] - after[key]) / LEARNING_RATE
         if given[0] is None:
             if moved.any():
@@ -254,6 +256,7 @@ def _gathers(ranks: Noted) -> None:
     for rank, noted in enumerate(ranks):
         step = noted["steps"][1]
         calls = step["calls"][: step["calls_of_forward"]]
+        # A broadcast from the owner of a layer is another way to gather it.
         gathered = sum(num_bytes for op, num_bytes in calls if op in ("all_gather", "broadcast"))
         if len(calls) < 2:
             raise Broken("an all-gather per layer in forward", f"{len(calls)} on rank {rank}")
@@ -273,6 +276,7 @@ def _reduces(ranks: Noted) -> None:
         for op, num_bytes in step["calls"]:
             if op in ("reduce_scatter", "all_reduce", "reduce", "all_to_all"):
                 reduced += num_bytes
+        # Shards may be padded, and small parameters may stay whole.
         if not 0.8 * whole <= reduced <= 1.3 * whole:
             raise Broken(
                 f"{whole:,} bytes reduced, each gradient once", f"{reduced:,} bytes on rank {rank}"

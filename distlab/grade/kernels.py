@@ -126,6 +126,7 @@ def run_family(place: Place, family: str, is_causal: bool, dtypes: tuple[str, ..
             outcomes = noted[pass_name]
             if outcomes and outcomes[-1]["status"] == "wrong":
                 continue
+            # upstream is None for the forward alone, which does not ask for gradients.
             tried = replace(case, upstream=upstream)
             outcome = judge(function, operation, tried, place.device)
             is_absent = outcome.status == "refused" and leaves_out(function, tried, place)
@@ -155,6 +156,7 @@ def run_families(place: Place, is_causal: bool, dtypes: tuple[str, ...]) -> Note
 
 def kernel_of(place: Place, is_causal: bool) -> Callable[..., Tensor]:
     """Return a submission's kernel in the form that `distlab kernel` examines."""
+    # The hook returns a class of torch.autograd.Function.
     kernel = function_of(place.module, place.part.hook)()
     if place.part.kind == "rmsnorm":
 

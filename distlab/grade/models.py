@@ -102,6 +102,7 @@ class Words(nn.Module):
             self.head.weight = self.embedding.weight
         if is_frozen:
             self.layers[1].weight.requires_grad_(False)
+        # Drawn after the layers were made, so that a course's own initialisation does not matter.
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -127,6 +128,7 @@ def words_of(rank: int, step: int) -> tuple[Tensor, Tensor]:
     """Return words (examples) and the words that follow them."""
     generator = torch.Generator().manual_seed(1000 * rank + step + 7)
     words = torch.randint(VOCABULARY, (EXAMPLES,), generator=generator)
+    # A rule that the model can learn, so that gradients are not noise.
     return words, (words * 5 + 1) % VOCABULARY
 
 

@@ -68,6 +68,7 @@ def invariants(part: Part) -> list[Invariant]:
 def _as_adamw(ranks: Noted, scenario: str) -> None:
     """Raise Broken unless every rank has the parameters that AdamW alone gives."""
     parameters = parameters_of(ONE_PARAMETER if scenario == "one parameter" else SHAPES)
+    # This process has no submission in it, so its AdamW is torch's.
     noted = run_optimizer(scenario, parameters, OWN_ADAMW)
     before = parameters_of(ONE_PARAMETER if scenario == "one parameter" else SHAPES)
     for rank, found in enumerate(ranks):
@@ -97,5 +98,6 @@ def _shares_state(ranks: Noted) -> None:
                 f"about 1/{number} of {whole:,} bytes on each rank",
                 f"{held:,} bytes on rank {rank}, {100 * held / whole:.0f} %",
             )
+    # Less than all moments together means that some parameter has none.
     if sum(found) < 0.95 * whole:
         raise Broken(f"{whole:,} bytes on all ranks together", f"{sum(found):,} bytes")

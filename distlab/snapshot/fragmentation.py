@@ -48,10 +48,14 @@ def unused(history: History) -> list[Unused]:
     for segment in history.segments:
         stream = segment.get("stream", 0)
         streams[stream] = streams.get(stream, 0) + segment["total_size"]
+    # The stream with the most reserved memory. The allocator gives a stream's free blocks to that
+    # stream only.
     main_stream = max(streams, key=lambda stream: streams[stream], default=0)
     gaps: dict[str, list[int]] = {kind: [] for kind in REMEDIES}
     for segment in history.segments:
         entries = segment.get("blocks", [])
+        # Free as a whole: it can be given back to the driver, unlike a gap next to a block that is
+        # used.
         if not any(entry["state"].startswith("active") for entry in entries):
             gaps[FREE].append(segment["total_size"])
             continue
@@ -60,6 +64,8 @@ def unused(history: History) -> list[Unused]:
             if entry["state"] == "inactive":
                 gaps[STREAMS if on_side else PARTLY].append(entry["size"])
             elif entry["state"] != "active_allocated":
+                # active_pending_free: the tensor is gone, and another stream may still read the
+                # memory.
                 gaps[PENDING].append(entry["size"])
             else:
                 requested = entry.get("requested_size", entry["size"])

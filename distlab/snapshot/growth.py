@@ -38,6 +38,7 @@ def growing(history: History) -> list[Growth]:
     """Return the lines whose memory grows, the fastest first."""
     kept: dict[str, list[Block]] = {}
     for block in history.blocks:
+        # Allocated in the recording, and not released until its end.
         if block.start >= 0 and block.end >= history.count:
             kept.setdefault(block.site, []).append(block)
     found = []

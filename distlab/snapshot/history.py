@@ -65,6 +65,8 @@ class History:
             changes[block.start] = changes.get(block.start, 0) + block.bytes
             changes[block.end] = changes.get(block.end, 0) - block.bytes
         held, most, where = 0, -1, -1
+        # Only the sums after an event matter: a block that is freed by the event at which another
+        # one starts does not count together with it.
         for event in sorted(changes):
             held += changes[event]
             if held > most:
@@ -110,10 +112,14 @@ def _history(device: int, trace: list[Entry], segments: list[Entry]) -> History:
             opened[address] = block
             blocks.append(block)
         elif event["action"] in FREES:
+            # free_requested comes first and free_completed later, when other streams have finished.
+            # The memory is held until then.
             block = opened.pop(address, None)
             if block is not None:
                 block.end = number
             else:  # from before the recording
+                # Its allocation was not recorded, so it has been held since before the first event
+                # (−1).
                 stream = event.get("stream", 0)
                 blocks.append(Block(event["size"], -1, number, [], stream))
     # What the end of the recording holds, and no event has allocated.
@@ -132,6 +138,8 @@ def addressed(segment: Entry) -> Iterable[tuple[int, Entry]]:
     """Yield the blocks of a segment with their addresses."""
     address = segment.get("address", 0)
     for entry in segment.get("blocks", ()):
+        # Where a file has no addresses of blocks, they follow from the sizes: blocks fill a segment
+        # without gaps.
         yield entry.get("address", address), entry
         address += entry["size"]
 
@@ -153,6 +161,8 @@ def _reserved(trace: list[Entry], segments: list[Entry]) -> list[tuple[int, int]
         elif event["action"] in UNMAPS:
             changes.append((number, -event["size"]))
     at_end = sum(segment["total_size"] for segment in segments)
+    # The file has the reserved bytes at the end only. Taking back all recorded changes gives those
+    # at the beginning.
     held = at_end - sum(size for _, size in changes)
     found = [(-1, held)]
     for number, size in changes:

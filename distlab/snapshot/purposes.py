@@ -51,6 +51,8 @@ def phase_of(frames: list[Entry]) -> str:
 
     It is `optimizer`, `communication`, `backward`, `forward` or `other`.
     """
+    # From the innermost frame outwards, so a hook that communicates inside of backward is
+    # communication.
     for frame in frames:
         filename, name = str(frame.get("filename", "")), str(frame.get("name", ""))
         if any(part in filename for part in COMMUNICATION_FILES) and name not in FORWARD_FUNCTIONS:
@@ -62,6 +64,7 @@ def phase_of(frames: list[Entry]) -> str:
     names = [str(frame.get("name", "")) for frame in frames]
     if any(name in FORWARD_FUNCTIONS for name in names):
         return "forward"
+    # Without a stack it is one of autograd's threads, see above.
     return "other" if frames else "backward"
 
 
@@ -78,6 +81,8 @@ def _purpose(block: Block, phase: str, history: History) -> str:
     """Return the purpose of one block."""
     if block.start < 0 and not block.frames:
         return BEFORE
+    # Lengths of life are shares of all recorded events, as steps of different models have different
+    # numbers.
     lives = (block.end - block.start) / max(history.count, 1)
     stays = block.end >= history.count
     if phase == "communication":
@@ -89,6 +94,8 @@ def _purpose(block: Block, phase: str, history: History) -> str:
     if phase == "backward":
         return GRADIENTS if lives > SHORT or stays else TEMPORARY
     if phase == "forward":
+        # It was there before the recording and stays, so it is a parameter, although forward
+        # allocated it.
         if stays and block.start < 0:
             return PARAMETERS
         return ACTIVATIONS if lives > SHORT / 10 else TEMPORARY
@@ -113,4 +120,5 @@ def by_site(history: History, event: int) -> list[tuple[str, str, int, int]]:
             total[0] += block.bytes
             total[1] += 1
     found = [(site, purpose, size, count) for (site, purpose), (size, count) in sums.items()]
+    # Among equal sizes, lines with a stack first.
     return sorted(found, key=lambda each: (-each[2], each[0] == NO_STACK))

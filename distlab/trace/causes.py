@@ -197,14 +197,18 @@ def findings(ranks: Sequence[RankSteps]) -> tuple[list[Finding], list[Blame]]:
                     exposed += communication
                     found += communication
             found += why_idle(step, host)
+        # Straggler findings are kept apart by the rank that is late, since each needs another
+        # remedy.
         for blame in found:
             totals[blame.cause, blame.late_rank][rank.rank].append(blame)
     means = {rank.rank: rank.mean.step_ms for rank in ranks}
     steps = {rank.rank: len(rank.steps) for rank in ranks}
     listed = []
     for (cause, late_rank), by_rank in totals.items():
+        # The ms of an average step, since ranks may have recorded different numbers of steps.
         sums = {r: sum(blame.ms for blame in blames) / steps[r] for r, blames in by_rank.items()}
         rank = max(sums, key=sums.get)
+        # The detail with the most ms speaks for the whole finding, not the most frequent one.
         details, reasons = Counter(), Counter()
         for blame in by_rank[rank]:
             details[blame.detail] += blame.ms
@@ -236,8 +240,11 @@ def latency_bytes(ranks: Sequence[RankSteps]) -> float:
                 size = message.event.collective.size_bytes
                 if size and message.ms > 0:
                     shortest_ms[size] = min(message.ms, shortest_ms.get(size, message.ms))
+    # If even the largest message is not large, it may be mostly latency, and tells no bandwidth.
     if not shortest_ms or max(shortest_ms) < LARGE_BYTES:
         return SMALL_BYTES
+    # The bandwidth is largest/shortest_ms[largest]: the fastest message of the largest size waits
+    # least for other ranks. The shortest message of any size is nearly all latency.
     largest = max(shortest_ms)
     return 0.5 * min(shortest_ms.values()) * largest / shortest_ms[largest]
 
@@ -282,6 +289,7 @@ class Host:
 
     def share(self, role: str, interval: Interval) -> float:
         """Return the share of an interval that spans of a role cover, 0 to 1."""
+        # Cover merges overlapping spans, so nested ones do not count twice.
         start, end = interval
         return self._spans[role][2].length(start, end) / (end - start)
 
@@ -300,6 +308,8 @@ class Host:
         """
         begin, end = interval
         ends, spans, _ = self._spans[role]
+        # The first span that ends at the interval's beginning or later, but for a gap between two
+        # kernels.
         place = bisect_left(ends, begin - GAP_MS)
         if place < len(spans) and spans[place].start_ms < begin and ends[place] <= end:
             return spans[place].name
@@ -310,6 +320,8 @@ class Host:
 
         None if the host shows no such reason.
         """
+        # These two stop the host whatever the device does, so covering half of the interval
+        # suffices.
         for role in (LOADER, GARBAGE):
             if self.share(role, interval) >= 0.5:
                 return role, self.name_in(role, interval)
@@ -333,12 +345,14 @@ def why_exposed(
     found = []
     left_ms = message.exposed_ms
     late = message.late_rank
+    # The late rank itself waits for no other rank. Its message has one of the causes below.
     if late not in (None, message.rank) and message.wait_ms >= 0.5 * left_ms:
         wait_ms = min(message.wait_ms, left_ms)
         part = behind.part(message)
         about = named(message.event)
         found.append(Blame(STRAGGLER, wait_ms, about, late, part, message))
         left_ms -= wait_ms
+    # The rest is what the message would also take if all ranks came at once.
     if left_ms > 0:
         cause, about = _own_cause(message.event, step, host, small_bytes)
         found.append(Blame(cause, left_ms, about, message=message))
@@ -354,12 +368,16 @@ def _own_cause(event: Event, step: RankStep, host: Host, small_bytes: float) -> 
     if size is not None and size >= LARGE_BYTES and event.grid == (1, 1, 1):
         return ONE_CTA, about
     following = step.compute_after(event.end_ms)
+    # Only a trace with a device has launches. On a CPU, the host itself communicates.
     if event.launched_ms is not None:
+        # If the following work was launched before the message ended, the host did not wait for it.
         is_launched_after = False
         if following is not None:
             is_launched_after = following.on_host_ms >= event.end_ms - PROMPT_MS
         if is_launched_after and host.share(SYNCHRONISATION, (event.start_ms, event.end_ms)) >= 0.5:
             return BLOCKING, about
+        # A message that starts right after its launch found an empty queue. If the device was idle
+        # before, the host was late.
         idle = step.idle_before(event.start_ms)
         is_prompt = event.start_ms - event.launched_ms < PROMPT_MS
         if is_prompt and idle is not None and idle[1] - idle[0] > GAP_MS:
@@ -405,7 +423,10 @@ def contention(rank: RankSteps) -> list[Blame]:
                 continue
             ms = event.end_ms - event.start_ms
             share = step.communication.length(event.start_ms, event.end_ms) / ms if ms else 0.0
+            # The same kernel on another grid has other work, and its times are not comparable.
             kernel = (event.name, event.grid, event.operator)
+            # Calls that are covered by 10 to 50 % belong to neither set: they would blur the
+            # comparison.
             if share < 0.1:
                 alone[kernel].append(ms)
             elif share > 0.5:
@@ -450,6 +471,7 @@ class Behind:
         for rank, peer in message.peers.items():
             times[rank] = self._times(peer)
         largest, part = 0.0, None
+        # The median of the other ranks, so that a second slow rank does not hide the first.
         others = [rank for rank in times if rank != late]
         for name, ms in times[late].items():
             extra = ms - statistics.median(times[rank].get(name, 0.0) for rank in others)

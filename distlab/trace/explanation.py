@@ -113,6 +113,8 @@ class Explanation:
             if all(sizes):
                 size_bytes = sum(sizes) / steps
                 ranks = several[0].event.collective.ranks or len(self.ranks)
+                # Without the wait for the late rank, in which nothing is sent. With it, a straggler
+                # would look like a slow network.
                 moving_ms = sum(each.ms - each.wait_ms for each in several) / steps
                 if ranks > 1 and moving_ms > 0:
                     bus = _bus_factor(operation, ranks) * size_bytes / moving_ms / 1e6
@@ -184,6 +186,7 @@ class Explanation:
 
     def samples(self) -> dict[str, list[float]]:
         """Return part of the step → its ms in each step, on the average rank."""
+        # Only steps that all ranks have: a mean over other ranks in each step would jump.
         numbers = set.intersection(*(set(rank.steps) for rank in self.ranks))
         found = defaultdict(list)
         for number in sorted(numbers):
@@ -298,6 +301,7 @@ def explain_traces(
                 )
         ranks.append(rank_steps(trace, find_steps(trace, window), rank))
     ranks.sort(key=lambda rank: rank.rank)
+    # Before the causes: waits for a late rank follow from the durations on the other ranks.
     match(ranks)
     found, exposed = findings(ranks)
     return Explanation(ranks, found, exposed, _notes(ranks))

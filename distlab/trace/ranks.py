@@ -211,6 +211,8 @@ class RankSteps:
             optimizer_ms=sum(each.optimizer_ms for each in accounts) / len(accounts),
             comm_ms=comm_ms,
             exposed_ms=exposed_ms,
+            # From the sums and not the mean of the steps' percentages: a step with little
+            # communication counts little.
             overlap_pct=100 * (1 - exposed_ms / comm_ms) if comm_ms else None,
             copy_ms=sum(each.copy_ms for each in accounts) / len(accounts),
             idle_ms=sum(each.idle_ms for each in accounts) / len(accounts),
@@ -221,6 +223,8 @@ class RankSteps:
 def rank_steps(trace: Trace, steps: Steps, rank: int) -> RankSteps:
     """Account for every step of a trace."""
     phases = Phases(trace.events, trace.host)
+    # `_sliced` leaves ranges out, as they are no work. `account` needs those of the optimizer, to
+    # tell its kernels apart.
     optimizer_ranges = []
     for event in trace.events:
         if event.kind == "range" and event.name.startswith((OPTIMIZER, OPTIMIZER_STEP)):
@@ -250,9 +254,12 @@ def match(ranks: Sequence[RankSteps]) -> None:
     for rank in ranks:
         for step in rank.steps.values():
             for message in step.messages:
+                # It began in an earlier step, where it has a place.
                 if message.place is None:
                     continue
                 known = message.event.collective
+                # Without a sequence number: the n-th all-reduce of a group in step k is the same
+                # one on every rank, as collectives match by order.
                 key = (message.step, known.operation, known.group, message.place)
                 if known.sequence is not None:
                     key = (known.operation, known.group, known.sequence)
@@ -291,6 +298,7 @@ def _sliced(events: Sequence[Event], windows: Sequence[Interval]) -> list[list[E
     for event in events:
         if event.kind == "range":
             continue
+        # The first window that ends after the event begins. An event may reach into several.
         place = bisect_right(ends, event.start_ms)
         while place < len(windows) and windows[place][0] < event.end_ms:
             found[place].append(event)

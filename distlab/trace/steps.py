@@ -91,6 +91,8 @@ def _by_profiler_step(trace: Trace) -> dict[int, Interval]:
     ]
     kernels.sort(key=lambda kernel: kernel.launched_ms)
     launches = [kernel.launched_ms for kernel in kernels]
+    # A running maximum, so that the search below is right even if a kernel ends before one that was
+    # launched earlier.
     ends = list(itertools.accumulate((kernel.end_ms for kernel in kernels), max))
 
     def on_device(host_ms: float) -> float:
@@ -124,11 +126,14 @@ def _by_repetition(events: Sequence[Event]) -> list[Interval]:
         lane = max(busy_ms, key=busy_ms.get, default=None)
     sequence = [event for event in events if event.kind == "compute" and event.lane == lane]
     numbers: dict[str, int] = {}
+    # Numbers in place of names: comparing a sequence with its shift is then one operation of numpy.
     names = np.array([numbers.setdefault(event.name, len(numbers)) for event in sequence], int)
     length = _period(names)
     if length is None:
         return []
     starts = [sequence[place].start_ms for place in _beginnings(names, length)]
+    # From each beginning to the next. The end of the last step is not known, so that step is left
+    # out.
     return list(itertools.pairwise(starts))
 
 
@@ -142,16 +147,20 @@ def _period(names: np.ndarray) -> int | None:
     if len(names) < 4:
         return None
     counts = np.bincount(names)
+    # A name that occurs once per step gives the length directly, as the distance of two
+    # occurrences.
     rare = [name for name in np.argsort(counts, kind="stable") if counts[name] >= 2]
     candidates = set()
     for name in rare[:RARE_NAMES]:
         places = np.flatnonzero(names == name)[:MATCHED]
         candidates.update((places[1:] - places[0]).tolist())
     for length in sorted(candidates):
+        # About two steps must fit into the trace. The second one may be cut a little.
         if length > 0.55 * len(names):
             break
         is_same = names[:-length] == names[length:]
         totals = np.bincount(names[:-length], minlength=len(counts))
+        # For each name the share of its kernels that have the same name one period later.
         agreeing = np.bincount(names[:-length][is_same], minlength=len(counts))
         used = totals > 0
         if np.mean(agreeing[used] / totals[used]) >= ALIKE:

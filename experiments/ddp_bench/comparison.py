@@ -41,6 +41,8 @@ PARTS = (*CAUSES.values(), "overhead_optimizer_ms")
 
 def strategy_of(row: str) -> Strategy | None:
     """Return the strategy of a row, whose name may end with a bucket size. None if it is gone."""
+    # The longest name that fits: `bucketed-dma-100` begins with `bucketed-` and with
+    # `bucketed-dma-`.
     names = [name for name in STRATEGIES if f"{row}-".startswith(f"{name}-")]
     return STRATEGIES.get(max(names, key=len, default=None))
 
@@ -87,6 +89,8 @@ def overhead_metrics(record: Record, local: Record) -> dict[str, float | bool]:
     overhead_ms = step_ms - local.metrics["step_p50_ms"]
     if "overhead_exposed_ms" not in record.metrics:  # no trace
         return {"overhead_ms": overhead_ms}
+    # The overhead is measured without a profiler, its parts come from a trace with one. The rest is
+    # what these do not agree on.
     unexplained_ms = overhead_ms - sum(record.metrics[part] for part in PARTS)
     return {
         "overhead_ms": overhead_ms,
@@ -156,6 +160,7 @@ def open_accounts(records: Records) -> list[str]:
     rows = open_rows(records)
     if not rows:
         return []
+    # The parts cannot add up to a number that is not known better than this.
     noise = max((noise_of(record.metrics) or 0.0) for record in records)
     remedy = "more --profile-steps may close it"
     if noise > NOISY_PCT:
@@ -215,6 +220,7 @@ class Overhead:
         ratios = [record.metrics.get(f"vs_local{end}") for end in ("", "_low", "_high")]
         if not all(is_number(ratio) and ratio > 0 for ratio in ratios):
             return None
+        # ratio = step/local, so the share of the step that is not local's is 1 − 1/ratio.
         return cls(*(100 * (1 - 1 / ratio) for ratio in ratios))
 
 
@@ -241,6 +247,7 @@ def what_communication_costs(records: Records) -> list[str]:
         f"takes {best.metrics['overhead_ms']:+.1f} ms longer than local, {overhead.middle:.0f} % "
         f"of its step (95 %: {overhead.low:.0f} to {overhead.high:.0f} %)"
     )
+    # The whole interval is above the limit. A median above it would not suffice.
     if overhead.low > OVERHEAD_PCT:
         return [f"Communication is in the way: {who} {measured}{_largest_cause(best)}."]
     doubt = _doubt(best, overhead, records)
@@ -261,6 +268,7 @@ def _doubt(best: Record, overhead: Overhead, records: Records) -> str:
     try_again = f"Noise is ± {noise:.0f} %: try --rounds 6, or a machine that does nothing else."
     if overhead.high > OVERHEAD_PCT:
         return f"The interval reaches above {OVERHEAD_PCT} %. {try_again}"
+    # Strategies that update only a part of the parameters can really be faster than `local`.
     if overhead.high < 0 and strategy_of(best.variant).updates == "all":
         return (
             "A strategy cannot be faster than no communication, so other work disturbed the "
@@ -294,6 +302,7 @@ def against_the_peer(records: Records) -> list[str]:
     best = min(compared, key=lambda r: r.metrics["vs_torch_ddp"])
     measured = with_interval(best, "vs_torch_ddp", ".3f")
     theirs = "torch DDP's fastest row"
+    # The interval contains 1, so neither is faster.
     if verdict_of(best, "vs_torch_ddp") == UNCLEAR:
         return [f"{best.variant}, the fastest of ours, ties with {theirs}: {measured}."]
     ratio, interval = measured.split(" ", 1)

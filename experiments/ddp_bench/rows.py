@@ -103,6 +103,8 @@ def save(rows: Sequence[Row], config: DDPBenchConfig, context: RankContext, run:
     """Write what is known of the rows into the run's folder."""
     for row in rows:
         metrics = row.metrics(config, context)
+        # The same row again, with more of it known. Saving after each round keeps what was measured
+        # if the run is stopped.
         if row.record is not None:
             row.record = run.replace(row.record, metrics)
             continue
@@ -219,6 +221,7 @@ def sent(
     model = config.model()
     # the part of rank 0, which is the one that is recorded
     part = rank_parts(model, layout, config.checkpointing, variant.micro_batches)[0]
+    # Bytes must agree exactly. The closed form knows nothing of the implementation.
     expected = layout_volume(
         variant.strategy,
         part.shape,
@@ -276,6 +279,7 @@ def explain_rows(
     if context.device.type == "cpu":
         steps = max(steps, TRACED_ON_CPU)
     left = [row for row in rows if row.is_timed]
+    # `local` first, because the others' overheads are explained by comparison with it.
     left.sort(key=lambda row: (row.name != "local", row.record.metrics["step_p50_ms"]))
     picture = StepPicture()
     local = None  # account of the step without communication
@@ -284,6 +288,7 @@ def explain_rows(
         return time.monotonic() - begin < max(took_s, EXPLAINED_S)
 
     try:
+        # Rank 0 decides for all, as tracing a row is a step on every rank.
         while left and on_main(context, has_time):
             row = left[0]
             how_to_continue(f"not explained: {_names(left)}")
@@ -292,6 +297,8 @@ def explain_rows(
             if profile(config, row.variant, context, path, steps):
                 step_ms = row.record.metrics["step_p50_ms"]
                 events = load_trace(path)
+                # Not the first or the mean step: the one that took about as long as without the
+                # profiler.
                 window = nearest_step(events, step_ms)
                 seen = account(events, window)
                 if row.name == "local":
@@ -303,6 +310,8 @@ def explain_rows(
                     "traced_step_ms": seen.step_ms,
                 }
                 if context.device.type == "cuda":
+                    # The profiler slows the host and not the device. So busy time is that of the
+                    # trace, and the step is the untraced one.
                     busy_ms = seen.step_ms - seen.idle_ms
                     row.traced["gpu_idle_pct"] = 100 * max(0.0, 1 - busy_ms / step_ms)
                 if local is not None:

@@ -88,6 +88,7 @@ def tried(name: str, config: DDPBenchConfig, context: RankContext, log: Path) ->
     """
     place = RankEnvironment.read()
     ranks = place.local_world_size if place.launched else context.world_size
+    # Ranks append to it. An earlier run's lines must not be taken for theirs.
     log.write_text("")
     try:
         verdicts = run_ranks(
@@ -128,11 +129,14 @@ def try_on_rank(
     """Train two steps under a wrapper and compare it with one process, on a rank of its own."""
     os.setsid()  # then rank 0 of the run ends this process with all that the wrapper starts
     with open(log, "ab") as file:
+        # The file descriptors themselves, so that output of C++ and of processes that the wrapper
+        # starts also goes to the log.
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     strategy = wrapped_by(name)
     try:
         with blamed(name, "the training step", "under"):
+            # First the steps as they will be timed, then the comparison with one process.
             messages = collectives.if_it_fits(
                 lambda: _messages_of_a_step(Variant(name, strategy), config, context),
                 context.device,
@@ -153,6 +157,7 @@ def try_on_rank(
     except Exception as error:
         traceback.print_exc()
         first = error.__cause__ or error
+        # A rank that waited in vain is not the one that failed, and must not be named.
         if not isinstance(error, TimeoutError) and not is_lost_peer(first):
             said = str(error).removeprefix(f"under {name}: ")
             _tell(f"raised on rank {context.rank}: {said}")
@@ -191,6 +196,7 @@ def what_happened(failed: RanksFailed, written: str, ranks: int, timeout_s: floa
     told = [line.removeprefix(TOLD) for line in written.splitlines() if line.startswith(TOLD)]
     if told:
         rank_said = re.search(r"rank \d+", told[0])[0]
+        # Equal but for the number of the rank: then one sentence for all ranks says it.
         same = {re.sub(r"rank \d+", "", line, count=1) for line in told}
         on_all = ranks > 1 and len(told) == ranks and len(same) == 1
         return told[0].replace(rank_said, "every rank", 1) if on_all else told[0]

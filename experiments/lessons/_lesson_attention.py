@@ -37,6 +37,8 @@ LOG2_E = 1.4426950408889634  # exp(x) = exp2(x · log2 e), and the GPU computes 
 def load(ptr, desc, row, offsets, TMA: tl.constexpr, D: tl.constexpr):
     """Return the tile of rows `row + offsets` of a (H·T, D) matrix."""
     if TMA:
+        # The descriptor knows shape and strides. It needs the coordinates of the tile's first
+        # element only.
         return desc.load([row, 0])
     # int64: H·T·D may exceed 2**31 elements. No mask: T is a multiple of the tiles.
     return tl.load(ptr + (row + offsets).to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :])
@@ -70,6 +72,7 @@ def forward_walk(
             s = tl.where(rows[:, None] >= (start + cols)[None, :], s, float("-inf"))
         # The largest score so far is subtracted, so that exp2 cannot overflow.
         new_max = tl.maximum(row_max, tl.max(s, 1))
+        # At most 1, so 16 bits can hold it for the product with v.
         p = tl.exp2(s - new_max[:, None])
         # What was summed with the old maximum is brought to the new one. In the first tile row_max
         # is -inf, and the factor is 0.
@@ -107,6 +110,7 @@ def forward_kernel(
     offsets = tl.arange(0, BLOCK_M)
     rows = begin + offsets
     q = load(q_ptr, None, row0 + begin, offsets, False, D)  # stays in registers for the whole walk
+    # Sums over keys of p·v and of p, both relative to the running maximum.
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -174,6 +178,7 @@ def delta_kernel(o_ptr, do_ptr, delta_ptr, D: tl.constexpr, BLOCK_M: tl.constexp
     """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     at = rows.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
+    # dP = dO Vᵀ and O = P V, so Σ_j dP_ij·P_ij = Σ_d dO_id·O_id.
     product = tl.load(o_ptr + at).to(tl.float32) * tl.load(do_ptr + at).to(tl.float32)
     tl.store(delta_ptr + rows, tl.sum(product, 1))
 
@@ -218,11 +223,14 @@ def dkdv_walk(
         p = tl.exp2(s * scale_log2 - lse2[None, :])  # recomputed, not read: P is never in memory
         if MASKED:
             p = tl.where((start + rows)[None, :] >= cols[:, None], p, 0.0)
+        # dV = Pᵀ dO: p is transposed already.
         dv = tl.dot(p.to(do.dtype), do, dv)
         # The backward of softmax. Its factor `scale` is applied once, to the finished dK.
         ds = (p * (dp - delta[None, :])).to(q.dtype)
+        # dK = dSᵀ Q, and ds is transposed already.
         dk = tl.dot(ds, q, dk)
         if FUSED:
+            # dQ = dS K needs ds the other way around: the one transposition that FUSED costs.
             dq = tl.dot(ds.T, k)
             # Other programs add to the same rows of dQ. TMA adds in the L2 cache: the program waits
             # only until its tile has been read.
@@ -268,6 +276,8 @@ def dkdv_kernel(
     row0 = tl.program_id(1) * length
     offsets = tl.arange(0, BLOCK_N)
     cols = begin + offsets
+    # K and V of this program stay for the whole walk. Only tiles of queries are loaded in it, by
+    # TMA if the flag is set.
     k = load(k_ptr, None, row0 + begin, offsets, False, D)
     v = load(v_ptr, None, row0 + begin, offsets, False, D)
     dk = tl.zeros([BLOCK_N, D], tl.float32)
@@ -280,6 +290,7 @@ def dkdv_kernel(
     if SPLIT:
         # All later queries see all keys of the tile, and need no mask.
         last = tl.minimum(tl.cdiv(begin + BLOCK_N, BLOCK_M) * BLOCK_M, length)
+        # The queries from `last` on, without a mask. The walk below has the others.
         dk, dv = dkdv_walk(
             dk,
             dv,
@@ -359,6 +370,7 @@ def dq_walk(
     """Fold keys [first, last) into dQ / scale."""
     cols = tl.arange(0, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N):
+        # k is used twice: for the scores, and for dQ.
         k = load(k_ptr, k_desc, row0 + start, cols, TMA, D)
         v = load(v_ptr, v_desc, row0 + start, cols, TMA, D)
         s = tl.dot(q, k.T)
@@ -393,12 +405,14 @@ def dq_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Compute BLOCK_M rows of dQ."""
+    # As in the forward: the last rows see most keys and start first.
     begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     row0 = tl.program_id(1) * length
     offsets = tl.arange(0, BLOCK_M)
     rows = begin + offsets
     q = load(q_ptr, None, row0 + begin, offsets, False, D)
     do = load(do_ptr, None, row0 + begin, offsets, False, D)
+    # One number per row, loaded once: all keys of a row share them.
     lse2 = tl.load(lse2_ptr + row0 + rows)
     delta = tl.load(delta_ptr + row0 + rows)
     dq = tl.zeros([BLOCK_M, D], tl.float32)
@@ -516,6 +530,7 @@ class Step:
 def descriptors(tensors: Sequence[Tensor], rows: int, wanted: bool) -> list[object]:
     """Return a tensor descriptor per (H, T, D) tensor, of tiles (rows, D). None if not wanted."""
     if not wanted:
+        # A view (H·T, D): a tile is then two coordinates, whatever the head.
         return [None] * len(tensors)
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -565,9 +580,12 @@ def backward(
     dv = torch.empty_like(v)
     # Programs add to a fused dQ, so it begins with zeros, in fp32.
     dq = torch.zeros_like(q, dtype=torch.float32) if step.fused else torch.empty_like(q)
+    # 16 rows per program. All heads are one matrix here, as each row stands for itself.
     launch(delta_kernel, (heads * length // 16,), o, do, delta, D=head_dim, BLOCK_M=16)
     tile = step.dkdv
     # Triton's interpreter has no reductions through descriptors.
+    # With a descriptor the additions are asynchronous. Otherwise each element is an atomic of its
+    # own.
     atomic = step.fused and not interpreted()
     launch(
         dkdv_kernel,

@@ -19,6 +19,8 @@ def transpose_kernel(y_ptr, rounds, PHASES: gl.constexpr):
     Column c of row r is stored at column c xor (r mod PHASES), so a column of the tile is spread
     over PHASES of the 32 banks.
     """
+    # Warps own rows for the store: a warp writes 32 neighbouring words, one in each bank. For the
+    # load they own columns, whose words are 32 apart, in one bank if nothing is swizzled.
     by_row: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     by_column: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(1, 1, PHASES, [1, 0])
@@ -28,6 +30,7 @@ def transpose_kernel(y_ptr, rounds, PHASES: gl.constexpr):
     x = (row[:, None] * SIDE + column[None, :]).to(gl.float32)
     total = gl.zeros([SIDE, SIDE], gl.float32, by_column)
     for _ in range(rounds):
+        # Gluon puts a barrier between a store and a load that needs it, and before the next store.
         shared.store(x)
         total += shared.load(by_column)
         x += 1.0

@@ -24,6 +24,8 @@ def reread_kernel(x_ptr, y_ptr, rounds, SPAN: tl.constexpr, BLOCK: tl.constexpr)
     total = tl.zeros([BLOCK], tl.float32)
     # loads of four rounds are under way at once
     for r in tl.range(0, rounds, loop_unroll_factor=4):
+        # All programs together read a window of x, and move on by its length each round. It wraps
+        # around at SPAN, which decides the level of memory that the data stay in.
         block = (tl.program_id(0) + r * tl.num_programs(0)) % (SPAN // BLOCK)
         total += tl.load(x_ptr + block * BLOCK + tl.arange(0, BLOCK), cache_modifier=".cg")
     tl.store(y_ptr + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), total)
@@ -70,7 +72,11 @@ DIVERGENT = tl.constexpr(
 def divergent_kernel(y_ptr, rounds, WIDTH: tl.constexpr, WAYS: tl.constexpr, BLOCK: tl.constexpr):
     """Compute `busy_kernel` in branches: WIDTH neighbouring lanes take the same one of WAYS."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # WIDTH ≥ 32 gives whole warps one branch. With WIDTH = 1, neighbouring lanes differ, and the
+    # warp takes all branches one after the other.
     branch = (at // WIDTH) % WAYS
+    # `rounds + at * 0` is the number of rounds as a block: inline assembly takes one operand per
+    # lane.
     x = tl.inline_asm_elementwise(
         DIVERGENT,
         "=f,f,r,r",

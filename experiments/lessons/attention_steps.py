@@ -148,6 +148,8 @@ def check(calls: Calls, shape: Shape, tensors: Sequence[Tensor]) -> Metrics:
     results = calls["fwd"](), *calls["bwd"]()
     apart = []
     for result, expected in zip(results, exact(shape, *tensors), strict=True):
+        # The exact result is computed for one head only, in float64. The last one is furthest from
+        # the start of memory, so wrong offsets between heads show there.
         last_head = result.flatten(0, -3)[-1:]  # of (H, T, D) or (1, H, T, D)
         difference = (last_head.double() - expected).abs().max()
         apart.append((difference / expected.abs().max()).item())
@@ -192,6 +194,8 @@ def _measure_shape(
     calls: dict[str, Calls] = {}
     for name in names:
         run.progress(f"{name}, head dim {head_dim}, {length:,} tokens")
+        # Each variant runs once before any is timed. One that fails keeps the reason in its row and
+        # is not timed.
         found[name] = attempt(partial(ready, calls, name, shape, tensors, steps))
     timed = {
         name: partial(once, calls_of_variant, config.calls, context.device)
@@ -254,6 +258,8 @@ def gains(found: dict[str, Metrics], steps: Sequence[Step], length: int) -> None
             if not old_ms or not new_ms:
                 continue
             metrics = found[now.name]
+            # Times of one round were taken close together, so a drift of the clock cancels in their
+            # ratio.
             metrics[f"{way}_gain"] = median(
                 old / new for old, new in zip(old_ms, new_ms, strict=True)
             )

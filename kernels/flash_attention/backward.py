@@ -116,13 +116,19 @@ def delta_kernel(
     do_ptr += batch * stride_gb + head * stride_gh
     o = tl.load(o_ptr + wide[:, None] * stride_ot + offs_d[None, :], mask=there, other=0.0)
     do = tl.load(do_ptr + wide[:, None] * stride_gt + offs_d[None, :], mask=there, other=0.0)
+    # Σ_j P_ij·dP_ij = Σ_d dO_id·O_id, because dP = dO Vᵀ and O = P V. So Δ needs a row of O instead
+    # of a row of P and dP.
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     at = bh.to(tl.int64) * query_count + rows
     # LSE = −∞ marks a row without keys. Rows past the end are loaded as such.
     lse = tl.load(lse_ptr + at, mask=rows < query_count, other=float("-inf"))
     hidden = lse == float("-inf")
+    # ∂LSE_i/∂s_ij = P_ij. So a gradient of LSE adds dLSE_i·P_ij to dS, which is the same as a
+    # smaller Δ_i.
     if dlse_ptr is not None:
         delta -= tl.where(hidden, 0.0, tl.load(dlse_ptr + at, mask=rows < query_count, other=0.0))
+    # No mask: the memory has padded_count rows. Those past the end need a finite Δ and an infinite
+    # LSE.
     tl.store(delta_ptr + bh.to(tl.int64) * padded_count + rows, delta)
     tl.store(
         lse2_ptr + bh.to(tl.int64) * padded_count + rows,
@@ -169,7 +175,9 @@ def _walk_queries(
 
     All scores are transposed, (block_n, block_m): keys are rows. MASKED is as in forward.py.
     """
+    # The tile of this step has the queries start + offs_m.
     offs_m = tl.arange(0, V.block_m)
+    # int64: a row times its stride may exceed 2³¹ elements.
     q_base = q_rows.base + first.to(tl.int64) * q_rows.stride
     do_base = do_rows.base + first.to(tl.int64) * do_rows.stride
     for start in tl.range(first, last, V.block_m):
@@ -180,6 +188,7 @@ def _walk_queries(
         # All four loads are before the first matmul. A wait for a load between wgmma instructions
         # would make ptxas serialize them.
         st = product(k, tl.trans(q), None, V.precision)
+        # dPᵀ = V dOᵀ, (block_n, block_m).
         dpt = product(v, tl.trans(do), None, V.precision)
         if V.softcap:
             st = capped(st, cap)
@@ -187,11 +196,17 @@ def _walk_queries(
         if MASKED:
             # Here P is set to 0. In the forward it was s that was set to −∞.
             pt = tl.where(visible(mask, (start + offs_m)[None, :], V), pt, 0.0)
+        # dV = Pᵀ dO. Pᵀ is the left operand as it was computed, which is why scores are transposed
+        # here.
         dv = product(pt.to(do.dtype), do, dv, V.precision)
+        # The derivative of a softmax: dS_ij = P_ij·(dP_ij − Σ_k P_ik·dP_ik), and the sum is Δ_i.
+        # Where P was masked to 0, dS is 0 too.
         dst = pt * (dpt - delta[None, :])
         if V.softcap:
             dst *= 1.0 - st * st  # the derivative of tanh
+        # dK = dSᵀ Q, still without the scale.
         dk = product(dst.to(q.dtype), q, dk, V.precision)
+        # The pointers advance, so a tile needs no product of its row number with the stride.
         q_base += V.block_m * q_rows.stride
         do_base += V.block_m * do_rows.stride
     return dk, dv
@@ -259,6 +274,8 @@ def dkdv_kernel(
     stops, mask = tile_range(
         col0, key_count, query_count, batch, lo, hi, doc_first, doc_last, V.block_n, V.block_m, V
     )
+    # K and V of this tile stay for all query heads and all their tiles. Keys past the end are
+    # zeros, and their gradients are not stored.
     k = load_rows(
         k_ptr + batch * stride_kb + kv_head * stride_kh + wide0 * stride_kt,
         stride_kt,
@@ -276,6 +293,7 @@ def dkdv_kernel(
         V,
     )
 
+    # One sum for all query heads of the group: dK and dV of a shared key head need no second pass.
     dk = tl.zeros(k.shape, tl.float32)
     dv = tl.zeros(v.shape, tl.float32)
     for member in tl.range(0, kv_group):
@@ -309,6 +327,8 @@ def dkdv_kernel(
                     V,
                 )
 
+    # The last tile may extend past the last key. dK has the factor `scale`, from s = scale·Q Kᵀ:
+    # once per element here, instead of once per tile. dV has none.
     keep = tl.arange(0, V.block_n) < key_count - col0
     store_rows(
         dk_ptr + batch * stride_dkb + kv_head * stride_dkh + wide0 * stride_dkt,
@@ -348,15 +368,18 @@ def _walk_keys(
     k_base = k_rows.base + first.to(tl.int64) * k_rows.stride
     v_base = v_rows.base + first.to(tl.int64) * v_rows.stride
     for start in tl.range(first, last, V.block_n):
+        # One tile of K serves two matmuls: scores now, and dQ at the end of the step.
         k = load_tile(k_base, k_rows, start, mask.count, V.block_n, MASKED, V)
         s = product(q, tl.trans(k), None, V.precision)
         v = load_tile(v_base, v_rows, start, mask.count, V.block_n, MASKED, V)
         dp = product(do, tl.trans(v), None, V.precision)
         if V.softcap:
             s = capped(s, cap)
+        # LSE is known, so no running maximum is necessary: p is the final probability.
         p = tl.exp2(s * scale_log2 - lse2[:, None])
         if MASKED:
             p = tl.where(visible(mask, (start + offs_n)[None, :], V), p, 0.0)
+        # As in `_walk_queries`, but not transposed: dQ = dS K needs dS on the left.
         ds = p * (dp - delta[:, None])
         if V.softcap:
             ds *= 1.0 - s * s
@@ -435,6 +458,7 @@ def dq_kernel(
         V,
     )
     stats = bh.to(tl.int64) * padded_count
+    # Padded, so no mask. Queries past the end have LSE = +∞ and so p = 0.
     lse2 = tl.load(lse2_ptr + stats + rows)
     delta = tl.load(delta_ptr + stats + rows)
     kv_head = head // kv_group
@@ -449,6 +473,7 @@ def dq_kernel(
     )
 
     dq = tl.zeros(q.shape, tl.float32)
+    # Tiles cut by the mask, full tiles, tiles cut by the mask: see forward.py.
     for phase in tl.static_range(3):
         if V.visited[phase]:
             dq = _walk_keys(
@@ -516,6 +541,7 @@ def launch_delta(
         dlse: contiguous gradient of lse, or None if it is zero.
     """
     batch, heads, query_count, head_dim = q.shape
+    # Every tile of queries, of up to ROW_PADDING rows, then ends inside the memory of Δ and LSE.
     padded_count = cdiv(query_count, ROW_PADDING) * ROW_PADDING
     delta = q.new_empty(batch, heads, padded_count, dtype=torch.float32)
     lse2 = torch.empty_like(delta)
@@ -558,6 +584,8 @@ def launch_dkdv(saved: Saved, dk: Tensor, dv: Tensor, problem: Problem, tile: Ti
     # Descriptors see Δ and LSE as one dimension, whose coordinates are int32.
     few = delta.numel() < MAX_COORDINATE
     tile, (q_desc, do_desc) = described("dkdv", replace(tile, tma=tile.tma and few), q, do)
+    # One-dimensional tiles of block_m numbers, loaded like Q and dO by TMA, so that the loop
+    # computes no addresses.
     delta_desc = None
     lse2_desc = None
     if tile.tma:

@@ -191,6 +191,7 @@ def lookup(key: Key) -> Choice | None:
     """
     longer = [size for size in ROW_CLASSES if size >= key.rows]
     shorter = [size for size in ROW_CLASSES if size < key.rows]
+    # The nearest longer class first. Only if there is none, the longest of the shorter ones.
     classes = longer + shorter[::-1]
     precisions = [key.precision, "ieee" if key.precision == "ieee" else "tf32x3"]
     for precision in precisions:
@@ -255,6 +256,7 @@ def _fastest(tiles: tuple[Tile, ...], run: Callable[[Tile], None]) -> Tile:
     failure = None
     for tile in tiles:
         try:
+            # Once untimed: it compiles the kernel.
             run(tile)
             times[tile] = do_bench(partial(run, tile), warmup=1, rep=5, return_mode="median")
         except Exception as error:

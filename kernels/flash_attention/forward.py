@@ -80,7 +80,11 @@ def _walk_keys(
     k_base = k_rows.base + first.to(tl.int64) * k_rows.stride
     v_base = v_rows.base + first.to(tl.int64) * v_rows.stride
     for start in tl.range(first, last, V.block_n):
+        # MASKED also says whether to check for the end of the keys: a full tile is inside the
+        # sequence, and loads without a comparison.
         k = load_tile(k_base, k_rows, start, mask.count, V.block_n, MASKED, V)
+        # (block_m, block_d)·(block_d, block_n): one score per query of this program and key of the
+        # tile.
         s = product(q, tl.trans(k), None, V.precision)
         if V.softcap:
             s = capped(s, cap)
@@ -91,9 +95,12 @@ def _walk_keys(
         new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
         p = tl.exp2(s * scale_log2 - new_max[:, None])
         shrink = tl.exp2(row_max - new_max)  # exp(m − m′), the factor of all earlier sums
+        # l adds p in fp32, before it is rounded for the matmul below: the division by l at the end
+        # then uses the more exact sum.
         row_sum = row_sum * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
         v = load_tile(v_base, v_rows, start, mask.count, V.block_n, MASKED, V)
+        # p ≤ 1, so fp16 can hold it. Tensor cores take both operands in one dtype.
         acc = product(p.to(v.dtype), v, acc, V.precision)
         row_max = new_max
         k_base += V.block_n * k_rows.stride
@@ -144,6 +151,7 @@ def forward_kernel(
     tile, bh, batch, head = schedule(
         tl.cdiv(query_count, V.block_m), heads, batch_heads, V.head_group, V.has_hi
     )
+    # kv_group consecutive query heads read one key head. Nothing is copied for them.
     kv_head = head // kv_group
     # K and V stay where they are: the walk loads tiles of them. Q is loaded once and kept.
     k_rows = Rows(
@@ -158,6 +166,8 @@ def forward_kernel(
         row0, query_count, key_count, batch, lo, hi, doc_first, doc_last, V.block_m, V.block_n, V
     )
     wide0 = row0.to(tl.int64)
+    # Always checked for the end: the last tile may extend past the last query. Such rows are zeros,
+    # computed like the others and not stored.
     q = load_rows(
         q_ptr + batch * stride_qb + head * stride_qh + wide0 * stride_qt,
         stride_qt,
@@ -167,6 +177,7 @@ def forward_kernel(
         V,
     )
 
+    # The state of the online softmax before any key: O·l = 0, l = 0 and m = LEAST.
     acc = tl.zeros(q.shape, tl.float32)
     row_sum = tl.zeros(rows.shape, tl.float32)
     row_max = tl.full(rows.shape, LEAST, tl.float32)
@@ -191,9 +202,12 @@ def forward_kernel(
             )
 
     # O = acc/l and LSE = m + log l. row_max is in units of log2. A row that saw no key has l = 0.
+    # 0/0 would be NaN, where a row without keys should be 0.
     safe_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     acc = acc / safe_sum[:, None]
     lse = tl.where(row_sum == 0.0, float("-inf"), row_max * LN_2 + tl.log(safe_sum))
+    # lse is contiguous, so `bh`, the number of the head over all batches, finds its rows without
+    # strides.
     tl.store(lse_ptr + bh.to(tl.int64) * query_count + rows, lse, mask=rows < query_count)
     store_rows(
         o_ptr + batch * stride_ob + head * stride_oh + wide0 * stride_ot,

@@ -79,6 +79,7 @@ def _begin(
         dtypes: dtypes to allow, or None for those of the operators.
     """
     options = (is_causal, scale, window, alignment, precision, softcap)
+    # Before the checks: dtypes that differ may be equal after autocast.
     q, k, v = autocast(q, k, v)
     if document_ids is not None or dtypes:
         check_call(q, k, v, *options, dtypes=dtypes or DTYPES)
@@ -245,6 +246,8 @@ def part_backward(
         lse: log-sum-exp over all keys.
         do: gradient of o.
     """
+    # With o and lse of *all* keys, P = exp(s − lse) is the part's share of the whole softmax, and Δ
+    # is the whole row's. So the gradients of parts simply add up.
     if not plain:
         return ops.backward_op(q, k, v, o, lse, do, None, is_deterministic(None), causal, *_PLAIN)
     grads = tiled.backward(q, k, v, o, lse, do, None, ops.problem_of(q, k, causal, *_PLAIN))
@@ -271,6 +274,7 @@ def cost(
         backward: whether to count the backward pass instead of the forward pass. By convention it
             has five matmuls, 2.5 times the FLOPs of the forward.
     """
+    # 4·D per visible pair: two matmuls of 2·D each.
     flops = ops.forward_flops(q_shape, k_shape, k_shape, causal, None, window, alignment)
     q_bytes = math.prod(q_shape) * dtype.itemsize
     k_bytes = math.prod(k_shape) * dtype.itemsize

@@ -123,12 +123,16 @@ def load_queries(given):
     ) = given
     QUERIES: gl.constexpr = q_desc.block_type.shape[2]
     for i in gl.static_range(k.stages):
+        # K and V are never released, so `acquire` does not wait here and below. It only sets the
+        # bytes that `full` expects.
         k.acquire(i, k_desc.block_type.nbytes)
         k.copy(i, k_desc, batch, kv_head, first_key + i * KEYS)
     for j in range(tiles * each):
         head = first_head + j // tiles
         row = first_query + j % tiles * QUERIES
+        # The tile's first row in Δ and LSE₂, which all heads share as one dimension.
         stats = (batch * heads + head) * padded_count + row
+        # One barrier counts the bytes of Q and of LSE₂: the consumers read both after one wait.
         q.acquire(j, q_desc.block_type.nbytes + lse2_desc.block_type.nbytes)
         q.copy(j, q_desc, batch, head, row)
         if j == 0:
@@ -158,14 +162,18 @@ def _issue_dq(b, k, ds, W: gl.constexpr):
     W: which half: of the columns at D = 128, of the queries at D = 64.
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    # dQ of a tile sums over all 128 keys, those of both consumers. So each reads the dS of both.
     dq = gl.zeros([64, 64], gl.float32, LAYOUT)
     for i in gl.static_range(2):  # the 64 keys of each consumer
         if k.tiles.shape[2] == 128:
+            # At D = 128 all 64 queries and half of the columns of K.
             left = ds.index(2 * b + i)
             right = k.tile(i).slice(64 * W, 64, dim=1)
         else:
+            # At D = 64 half of the 128 queries and all columns of K.
             left = ds.index(2 * b + i).slice(64 * W, 64, dim=1)
             right = k.tile(i)
+        # dS is stored transposed, keys by queries. `permute` lets wgmma read it as queries by keys.
         dq = warpgroup_mma(left.permute((1, 0)), right, dq, use_acc=i > 0, is_async=True)
     return dq
 
@@ -181,11 +189,13 @@ def _add_dq(dq, dq_desc, dq_tiles, head, row, padded_count, W: gl.constexpr, QUE
     # a thread has of eight columns are consecutive in memory.
     tile = dq_tiles.index(W)
     tile.store(dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([16, 256]))
+    # TMA must see what the threads have stored.
     fence_async_shared()
     place = (head * padded_count + row) // 64
     # Pieces of 64 rows and 64 columns: at D = 128 W is the half of the columns, at D = 64 the half
     # of the rows.
     place = 2 * place + W if QUERIES == 64 else place + W
+    # The 64 · 64 numbers of a piece are 16 rows of 256 in the sum, 16 KiB next to each other.
     reduce_add(dq_desc, [place * 16, 0], tile)
 
 
@@ -234,23 +244,30 @@ def _step(
         if masked:
             queries = row + gl.arange(0, QUERIES, COLUMN)
             pt = gl.where(queries[None, :] >= first_seen[:, None], pt, 0.0)
+    # Rounded to the operands' dtype, as the left operand of dV. It stays in registers.
     p_left = gl.convert_layout(pt.to(DTYPE), LEFT)
+    # Now the other consumer's exponentials, while this one waits for dPᵀ and multiplies.
     if CUT < 2 or FIRST:
         order("arrive", 1 - W)
     dpt = warpgroup_mma_wait(0, deps=[dpt])
     dv = warpgroup_mma(p_left, do.tile(j), dv, is_async=True)
+    # dS = P ∘ (dP − Δ), rounded once, for both of its matmuls.
     dst = (pt * (dpt - delta.index(j % STAGES).load(COLUMN)[None, :])).to(DTYPE)
     b = j & 1
     if not FIRST:
         mbarrier.wait(ds_free.index(b), ((j // 2) & 1) ^ 1)  # both have read dS of tile j − 2
+    # For dQ, which needs the dS of both consumers.
     ds.index(2 * b + W).store(dst)
     fence_async_shared()
+    # The other consumer waits for it in its next step.
     mbarrier.arrive(ds_full.index(b), count=1)
     ds_left = gl.convert_layout(dst, LEFT)
     dk = warpgroup_mma(ds_left, q.tile(j), dk, is_async=True)
     if FIRST:
         dv, p_left, dk, ds_left = warpgroup_mma_wait(0, deps=[dv, p_left, dk, ds_left])
     else:
+        # dS of the tile before, from both consumers. They may be half a step apart, and wait here
+        # for each other at most that long.
         mbarrier.wait(ds_full.index(1 - b), ((j - 1) // 2) & 1)
         dq = _issue_dq(1 - b, k, ds, W)
         # The two matmuls of dQ stay in flight.
@@ -258,6 +275,8 @@ def _step(
         # Wait until the last reduction has read its buffer. All warps meet here after their
         # matmuls, so one thread may release Q and dO.
         tma.store_wait(0)
+    # Also for dO, which shares this barrier: Sᵀ, dPᵀ, dV and dK of tile j, which read both, are
+    # computed.
     q.release(j)
     q.wait_full(j + 1, pred=more)
     # After the last tile this multiplies old data, and the result is never read.
@@ -312,6 +331,7 @@ def _consumer(given, operands, W: gl.constexpr, CUT: gl.constexpr):
     dk = gl.zeros([KEYS, D], gl.float32, SUM_LAYOUT)
     dv = gl.zeros([KEYS, D], gl.float32, SUM_LAYOUT)
     total = tiles * each
+    # Both tiles of K: dQ multiplies by the keys of both consumers.
     k.wait_full(0)
     k.wait_full(1)
     q.wait_full(0, pred=total > 0)
@@ -329,6 +349,7 @@ def _consumer(given, operands, W: gl.constexpr, CUT: gl.constexpr):
     if row >= end:  # the next query head of this key head
         row = first_query
         head = last_head + 1
+    # Consumer 0 begins: without this, both would wait for their turn.
     if W == 0:
         order("arrive", 0)
     if total > 0:
@@ -440,6 +461,7 @@ def hopper_backward_kernel(
     padded_count: rows of a head in Δ, LSE₂ and the sum of dQ. group: see `placed`.
     """
     QUERIES: gl.constexpr = q_desc.block_type.shape[2]
+    # K is read by both consumers, V only by the one that owns its keys. Neither is released.
     k = ring(k_desc, 2, 2)
     v = ring(v_desc, 2, 1)
     q = ring(q_desc, STAGES, 2)
@@ -458,6 +480,7 @@ def hopper_backward_kernel(
         q_desc.dtype, [4, KEYS, QUERIES], gl.NVMMASharedLayout(128, 16, rank=2)
     )
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq_desc.layout)
+    # Two buffers of dS, and two arrivals per phase, one of each consumer.
     ds_full = barriers(2, 2)
     ds_free = barriers(2, 2)
     fence_async_shared()
@@ -469,6 +492,7 @@ def hopper_backward_kernel(
     part = place % parts
     first_head = part * each
     first_key = tile * (2 * KEYS)
+    # The tile of the first query that sees the first key. Earlier tiles see none of these keys.
     first_query = gl.maximum(first_key - hi, 0) // QUERIES * QUERIES
     tiles = gl.maximum((query_count - first_query + QUERIES - 1) // QUERIES, 0)
     given = (

@@ -38,6 +38,7 @@ def _aligned(*tensors: Tensor) -> list[Tensor]:
 
     Kernels would load rows of another length element by element.
     """
+    # 16 elements: rows of every dtype then begin at multiples of 16 bytes.
     missing = -tensors[0].shape[-1] % 16
     aligned = []
     for x in tensors:
@@ -120,8 +121,11 @@ def _launch_forward(
     if hopper.serves("forward", q, k, v, problem, o):
         hopper.launch_forward(q, k, v, o, lse, problem)
         return
+    # Only for the Triton kernels: the Hopper kernels have one arithmetic.
     problem = configs.settled(q, problem)
     is_padded = head_dim != q.shape[-1]
+    # Zeros in padded columns of q and k add nothing to scores, and padded columns of v give columns
+    # of o that are cut off below.
     out = torch.empty_like(q) if is_padded else o
     run = partial(launch_forward, q, k, v, out, lse, problem)
     run(configs.choose("forward", q, problem, run))
@@ -164,6 +168,7 @@ def backward_op(
     if dlse is not None:
         dlse = dlse.contiguous().view(q.shape[:-1])
     grads = tuple(_rows_contiguous(torch.empty_like(x)) for x in (q, k, v))
+    # Without keys, o does not depend on q, and the kernels would have no tile to walk over.
     if _dispatch.idle(q) or k.numel() == 0:
         for grad in grads:
             grad.zero_()
@@ -191,6 +196,8 @@ def _launch_backward(
 
     head_dim = q.shape[-1]
     q, k, v, o, do = _aligned(q, k, v, o, do)
+    # The one pass for head dims up to 128 adds parts of dQ in any order, which a deterministic call
+    # must not do.
     order_fits = not deterministic or not hopper.adds_in_any_order(q)
     if order_fits and hopper.serves("backward", q, k, v, problem, do, *grads):
         hopper.launch_backward(q, k, v, o, lse, do, *grads, problem, dlse)
@@ -200,6 +207,7 @@ def _launch_backward(
     dq, dk, dv = [torch.empty_like(x) for x in (q, k, v)] if is_padded else grads
     saved = launch_delta(q, k, v, o, lse, do, dlse=dlse)
     run = partial(launch_dkdv, saved, dk, dv, problem)
+    # `run` with a tile launches the kernel. `choose` may also call it, to measure.
     run(configs.choose("dkdv", q, problem, run))
     run = partial(launch_dq, saved, dq, problem)
     run(configs.choose("dq", q, problem, run))

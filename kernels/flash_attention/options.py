@@ -25,7 +25,7 @@ class Problem:
     Key k is visible to query q if q − lo ≤ k ≤ q + hi and both are in one document.
 
     Attributes:
-        band: (lo, hi). None leaves that side open.
+        band: (lo, hi) in positions. None leaves that side open.
         scale: positive factor of Q Kᵀ.
         precision: arithmetic of fp32 matmuls, one of PRECISIONS, without effect on fp16 and bf16.
             Kernels take any but "emulated", which `configs.settled` replaces by another.
@@ -41,12 +41,23 @@ class Problem:
 
     @property
     def lo(self) -> int:
-        """Number of keys visible before the query; 0 if there is no limit."""
+        """Distance in positions from a query back to its first visible key, k = q − lo.
+
+        Launchers of the Triton kernels pass it on. Kernels take no None, so 0 stands for an open
+        side, and `Variant.has_lo` says that they do not read it. To ask whether a side is open,
+        look at `band`. The distance is negative if the first visible key has a larger position
+        than the query: a window at alignment "bottom-right", with many more keys than queries.
+        """
         return self.band[0] or 0
 
     @property
     def hi(self) -> int:
-        """Number of keys visible after the query; 0 if there is no limit."""
+        """Distance in positions from a query forward to its last visible key, k = q + hi.
+
+        Launchers of the Triton and the Hopper kernels pass it on. The rest is as for `lo`: 0 stands
+        for an open side, and the distance is negative if that key has a smaller position than the
+        query.
+        """
         return self.band[1] or 0
 
 
@@ -68,6 +79,8 @@ def band(
         window = None
     # The position of query 0 among the keys.
     shift = key_count - query_count if alignment == "bottom-right" else 0
+    # k ≥ q + shift − window and k ≤ q + shift + window, in terms of lo and hi. With shift > window,
+    # lo is negative.
     lo = None if window is None else window - shift
     hi = shift if causal else (None if window is None else window + shift)
     return lo, hi
@@ -113,6 +126,7 @@ def _keys_below(query_count: int, key_count: int, offset: int) -> int:
     first_some = min(max(-offset, 0), query_count)  # the first query with such a key
     first_all = min(max(key_count - offset, first_some), query_count)  # the first with all keys
     # In between, the numbers rise by 1 from query to query.
+    # The sum of lowest, lowest + 1, …, highest. No query in between gives (lowest + highest)·0 = 0.
     lowest = first_some + offset
     highest = first_all - 1 + offset
     rising = (lowest + highest) * (first_all - first_some) // 2
@@ -149,6 +163,8 @@ def document_bounds(
                 f"cu_seqlens is {str(offsets)[:80]}, of shape {tuple(cu_seqlens.shape)}; "
                 "allowed: one dimension, ascending from 0"
             )
+        # The number of each document, as often as it has positions. output_size saves a second wait
+        # for the GPU.
         document_ids = torch.repeat_interleave(cu_seqlens.diff(), output_size=offsets[-1])[None]
     _check_integers("document_ids", document_ids)
     if document_ids.dim() != 2:
@@ -157,6 +173,7 @@ def document_bounds(
         )
     count = document_ids.shape[1]
     position = torch.arange(count, device=document_ids.device).expand(document_ids.shape)
+    # Ids need not ascend or be unique: a document is a run of equal ids.
     changes = document_ids[:, 1:] != document_ids[:, :-1]
     edge = torch.ones_like(document_ids[:, :1], dtype=torch.bool)
     # The first position of a document has its own number, all others 0. The largest number so far
@@ -213,6 +230,7 @@ def check_call(
     _check_choice("precision", precision, PRECISIONS)
     _check_factor("scale", scale, "1/sqrt(head dim)")
     _check_factor("softcap", softcap, "scores as they are")
+    # `scales` in ranges.py passes scale/softcap to the kernels as one float32 number.
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if softcap is not None and factor / softcap > LARGEST_SCALE:
         raise ValueError(

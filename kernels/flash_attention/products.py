@@ -19,6 +19,8 @@ def _rounded(x, HALF: tl.constexpr, KEPT: tl.constexpr):
 
     HALF: half of the last bit of KEPT. Adding it before cutting rounds to nearest.
     """
+    # On the bit pattern: a carry out of the mantissa increments the exponent, which is the right
+    # rounding.
     return ((x.to(tl.uint32, bitcast=True) + HALF) & KEPT).to(tl.float32, bitcast=True)
 
 
@@ -28,7 +30,10 @@ def _split_tf32(x):
 
     The tensor cores use 11 bits of the rest.
     """
+    # TF32 keeps 10 stored bits of mantissa and fp32 23: cut the last 13 bits, 0x1000 is half of
+    # them.
     high = _rounded(x, 0x1000, 0xFFFFE000)
+    # Exact: the difference is a multiple of x's last bit and has at most 13 bits.
     return high, x - high
 
 
@@ -44,6 +49,7 @@ def _bf16(x):
 @triton.jit
 def _split_bf16(x):
     """Return three bf16 parts of fp32 values, from the largest to the smallest. Their sum is x."""
+    # bf16 is the upper half of fp32: cut 16 bits, 0x8000 is half of them.
     high = _rounded(x, 0x8000, 0xFFFF0000)
     rest = x - high
     middle = _rounded(rest, 0x8000, 0xFFFF0000)
@@ -85,6 +91,8 @@ def product(a, b, acc, PRECISION: tl.constexpr):
             found = _three(a, b)
         else:
             found = _six(a, b)
+        # One fp32 addition per element, rounded to nearest, which the tensor cores' own would not
+        # be.
         if acc is not None:
             found = acc + found
     return found
@@ -106,6 +114,7 @@ def _three(a, b):
         found += tl.dot(a_high, b_low, zeros, input_precision="tf32")
         found += tl.dot(a_high, b_high, zeros, input_precision="tf32")
     else:
+        # Small products first: a small term is lost if it is added to a large sum.
         found = tl.dot(a_low, b_high, input_precision="tf32")
         found = tl.dot(a_high, b_low, found, input_precision="tf32")
         found = tl.dot(a_high, b_high, found, input_precision="tf32")

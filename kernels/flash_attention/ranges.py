@@ -220,6 +220,8 @@ def tile_range(
     doc_first, doc_last: pointers to the first and one past the last position of each position's
     document.
     """
+    # For example, causal with tiles of 64 by 64 and start = 128: the own queries 128 to 191 see all
+    # keys below 128, so the ranges are (0, 0, 128, 192). Keys 128 to 191 need the mask.
     own = start + tl.arange(0, OWN)
     own_first = own
     own_last = own
@@ -232,9 +234,12 @@ def tile_range(
     # The last own row sees the most rows at the end, and the first own row the fewest.
     if V.has_hi:
         end = tl.maximum(tl.minimum(end, last + hi + 1), 0)
+        # Rounded down to whole tiles: what the first own row sees completely is full for all rows.
         full_end = tl.minimum(full_end, tl.maximum(start + hi + 1, 0) // OTHER * OTHER)
     # At the beginning it is the other way around.
     if V.has_lo:
+        # begin is rounded down to the tile that holds the first visible row. full_begin is rounded
+        # up, so that the last own row sees the whole tile.
         begin = tl.maximum(start - lo, 0) // OTHER * OTHER
         full_begin = tl.cdiv(tl.maximum(last - lo, 0), OTHER) * OTHER
     # Bounds of documents ascend with the position. So those of the first and of the last own row
@@ -262,6 +267,8 @@ def visible(mask, other, V: tl.constexpr):
     """Return which of the positions `other`, shaped (1, tile), each own position sees."""
     # Rows past the end were loaded as zeros. Their scores are 0, not −∞, so they need the mask.
     seen = other < mask.count
+    # A condition that V does not have is not compiled, so a causal call compares two numbers per
+    # score.
     if V.has_hi:
         seen = seen & (other <= mask.own + mask.hi)
     if V.has_lo:
@@ -282,6 +289,8 @@ def load_rows(
     """
     offs = tl.arange(0, ROWS)
     offs_d = tl.arange(0, V.block_d)
+    # int32 offsets within the tile suffice: `ops.FURTHEST_ROWS` limits the stride. `base` is a
+    # 64-bit pointer.
     ptrs = base + offs[:, None] * stride + offs_d[None, :]
     if CHECK_ROWS:
         if V.head_dim == V.block_d:
@@ -303,6 +312,8 @@ def load_tile(
     base: pointer to row `start`, which the caller's loop advances. Without descriptors only.
     """
     if V.tma:
+        # The descriptor knows all strides, so it takes indices (batch, head, row, column). They are
+        # int32.
         tile = rows.desc.load([rows.batch.to(tl.int32), rows.head.to(tl.int32), start, 0])
         return tile.reshape([ROWS, V.block_d])
     return load_rows(base, rows.stride, row_limit - start, ROWS, CHECK_ROWS, V)
@@ -313,6 +324,8 @@ def store_rows(base, stride, x, keep, V: tl.constexpr):
     """Store the rows of a (rows, block_d) tile where `keep` is true, rounded to base's dtype."""
     offs_d = tl.arange(0, V.block_d)
     ptrs = base + tl.arange(0, x.shape[0])[:, None] * stride + offs_d[None, :]
+    # Always checked in both directions. It runs once per program, where two comparisons cost
+    # nothing.
     tl.store(ptrs, x.to(base.dtype.element_ty), mask=keep[:, None] & (offs_d < V.head_dim)[None, :])
 
 

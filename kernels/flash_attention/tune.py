@@ -112,6 +112,7 @@ def filled(run: Callable, outs: list[Tensor], tile: Tile) -> list[Tensor]:
 
     They are poisoned with NaN before, so that an element that is not written shows.
     """
+    # NaN times anything is NaN, and the memory stays that which the launch writes to.
     torch._foreach_mul_(outs, float("nan"))
     run(tile)
     return [out.double() for out in outs]
@@ -130,6 +131,7 @@ def fastest(run: Callable, outs: list[Tensor], tiles: list[Tile]) -> tuple[Tile,
     times: dict[Tile, float] = {}
     for tile in tiles:
         try:
+            # A NaN that was not overwritten makes the norm NaN, and the comparison false.
             pairs = zip(filled(run, outs, tile), expected, strict=True)
             if all((x - y).norm() <= tolerance * y.norm() for x, y in pairs):
                 times[tile] = device_ms(partial(run, tile))
@@ -137,9 +139,12 @@ def fastest(run: Callable, outs: list[Tensor], tiles: list[Tile]) -> tuple[Tile,
             if "CUDA" in str(error):  # the context is lost, and with it every later tile
                 raise
             print(f"# {tile}: {str(error).strip()[:80]}")
+    # One timing per tile picks the finalists, whose differences may be smaller than the drift of
+    # the clock.
     leaders = sorted(times, key=times.__getitem__)[:FINALISTS]
     again: dict[Tile, list[float]] = {tile: [] for tile in leaders}
     for _ in range(ROUNDS):
+        # In turn, so that a drift during the rounds affects all finalists equally.
         for tile in leaders:
             again[tile].append(device_ms(partial(run, tile)))
     medians = {tile: median(samples) for tile, samples in again.items()}
@@ -178,6 +183,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("tiles are timed on a GPU, and torch sees none here")
     precision = args.precision if args.dtype == "float32" else "ieee"
+    # Causal: lo is open and hi is 0. Masked and full tiles both occur, as in training.
     problem = Problem((None, 0), args.head_dim**-0.5, precision)
     dtype = getattr(torch, args.dtype)
     for length in args.lengths:

@@ -115,6 +115,7 @@ def measure(config: GpuLessonsConfig, context: RankContext, run: Run) -> None:
     for part, function in PARTS.items():
         if part in config.parts and part not in done:
             run.progress(part)
+            # Each part draws the same values, whether the parts before it ran or not.
             torch.manual_seed(0)
             function(Bench(config, run, context.device))
 

@@ -50,6 +50,8 @@ def sums(bench: Bench) -> None:
         return sum_columns(added(out, False)[None], torch.float32)[0]
 
     def rows_by_atomics() -> Tensor:
+        # The first row of out receives all sums, and must begin with zeros. Clearing it is part of
+        # the time.
         return added(out[0].zero_(), True)
 
     def everything_by_two_launches() -> Tensor:
@@ -67,6 +69,7 @@ def sums(bench: Bench) -> None:
 def variance(bench: Bench) -> None:
     """Compare variances of fp32 rows around 30, longer than registers and L2 keep."""
     rows, cols, block = size(512, 3), size(2**17, 512), size(4096, 128)
+    # A mean far above the deviations, where mean(x²) − mean² loses digits.
     x = 30 + normal(bench, rows, cols, dtype=torch.float32)
     exact, y = x.double().var(1, correction=0), torch.empty(rows, device=bench.device)
 
@@ -90,6 +93,8 @@ def programs(bench: Bench) -> None:
         return y
 
     bench.form("programs", "one per row", partial(computed, rows, 1), exact)
+    # Fewer programs, each with more rows: the stages keep loads in flight that other programs would
+    # provide.
     for per_sm, stages in ((16, 1), (8, 1), (8, 3), (4, 4), (2, 4)):
         bench.form(
             "programs",
@@ -160,6 +165,8 @@ def saved(bench: Bench) -> None:
         )
         return dx
 
+    # Stored, 6 tensors move: x, h and y in the forward, dy, h and dx in the backward. Without h
+    # they are 5.
     bench.form("saved", "stored", partial(computed, True), exact, 1.0)
     bench.form("saved", "computed again", partial(computed, False), exact, 5 / 6)
 
@@ -170,6 +177,7 @@ def warps(bench: Bench) -> None:
     exact = F.rms_norm(x.double(), w.shape, w.double(), 1e-5)
 
     def computed(count: int) -> Tensor:
+        # Instead of the launch parameters by the kernel's own rule.
         with forced(rmsnorm=Launch(block=len(w), warps=count)):
             return rmsnorm.rms_norm(x, w)
 
@@ -220,6 +228,7 @@ def keys(bench: Bench) -> None:
         return y
 
     for names in (("rows", "cols", "depth"), ("rows",)):
+        # A new tuner for each set of keys, since a tuner keeps what it has chosen.
         tuner = triton.autotune(configs, key=list(names))(kernels.prologue_kernel)
         multiplied(tuner, narrow_w, narrow_y)
         bench.form("keys", ", ".join(names), partial(multiplied, tuner, w, y), exact)

@@ -161,6 +161,8 @@ def measure(config: IrConfig, context: RankContext, run: Run) -> None:
     modules = list(dict.fromkeys(name.partition(".")[0] for name in wanted))
     folder = run.path / "stages"
     folder.mkdir(exist_ok=True)
+    # New processes and not forks: COMPILES must change the environment before Triton is imported,
+    # which decides then whether kernels are interpreted.
     with ProcessPoolExecutor(
         min(config.workers, len(modules)), get_context("spawn"), exec, (COMPILES,)
     ) as pool:
