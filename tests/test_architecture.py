@@ -45,7 +45,7 @@ ALLOWED = {
     "check": "bench train parallel comm",
     "kernel_check": "bench",
     "grade": "kernel_check measure comm",
-    "snapshot": "",
+    "snapshot": "report",
     "trace": "measure report runs compare",
     "runs": "report",
     "compare": "runs report measure",
