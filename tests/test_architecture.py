@@ -44,7 +44,7 @@ ALLOWED = {
     "simulate": "train parallel model measure theory comm",
     "check": "bench train parallel comm",
     "kernel_check": "bench",
-    "grade": "kernel_check measure comm",
+    "grade": "kernel_check measure comm report",
     "snapshot": "report",
     "trace": "measure report runs compare",
     "runs": "report",
