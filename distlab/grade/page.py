@@ -12,7 +12,7 @@ from distlab.grade.report import (
     Report,
     Row,
 )
-from distlab.report import Column, Metrics, Record, View, commit, environment, text_column
+from distlab.report import Column, Metrics, Record, Records, View, commit, environment, text_column
 from distlab.text import for_terminal
 
 NAME = "grade"
@@ -107,6 +107,13 @@ def page_view(report: Report) -> View:
         f"{BEYOND_NOTE}. docs/learn/grade.md says what is examined.",
         prediction="None: invariants hold or do not.",
     )
+
+
+def result(records: Records) -> str:
+    """Return the numbers of invariants that hold and are broken, for the list of runs."""
+    holds = sum(record.metrics.get("holds", 0) for record in records)
+    broken = sum(record.metrics.get("broken", 0) for record in records)
+    return f"{holds} hold, {broken} broken"
 
 
 def _sentences(report: Report) -> list[str]:

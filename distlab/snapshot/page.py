@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distlab.report import Column, Panel, Record, Series, View, lines, text_column
+from distlab.report import Column, Panel, Record, Records, Series, View, lines, text_column
 from distlab.report.provenance import command
 from distlab.snapshot.purposes import PURPOSES
 from distlab.snapshot.report import MIB, DeviceExplanation, Explanation, size_text
@@ -106,6 +106,11 @@ def page_view(explanation: Explanation) -> View:
         "not released. docs/learn/your_memory.md explains the tables.",
         prediction="None: this accounts for what the allocator recorded.",
     )
+
+
+def result(records: Records) -> str:
+    """Return the sentence to act on first, for the list of runs."""
+    return records[0].metrics["text"]
 
 
 def _panel(device: DeviceExplanation) -> Panel:

@@ -168,7 +168,7 @@ def test_the_command_reads_gzip_and_compares(tmp_path, capsys):
     assert max(map(len, lines)) <= 100
     (page,) = out.glob("memory/*/report.html")
     assert last == f"report: {page}"
-    assert (out / "index.html").exists()
+    assert "Memory grows at me/train.py:42" in (out / "index.html").read_text()
 
 
 def test_json_has_everything_and_writes_nothing(tmp_path, capsys, monkeypatch):
