@@ -23,6 +23,7 @@ from distlab.runs import new_folder
 from distlab.snapshot import explain, read_snapshot
 from distlab.snapshot.page import NAME, page_view, records_of
 from distlab.snapshot.report import difference
+from distlab.text import for_terminal
 from launch.runs import refresh_index
 
 
@@ -52,8 +53,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     print(f"{found}\n")
     if options.against is not None:
-        print(f"{difference(explain(read_snapshot(options.against)), found)}\n")
-    records = records_of(found, Path(options.snapshot).name)
+        changes = difference(explain(read_snapshot(options.against)), found)
+        print(f"{for_terminal(changes)}\n")
+    records = records_of(found, for_terminal(Path(options.snapshot).name))
     with new_folder(options.out, NAME) as folder:
         page = write(page_view(found), records, folder)
     refresh_index(options.out)

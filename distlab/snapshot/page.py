@@ -8,6 +8,7 @@ from distlab.report import Column, Panel, Record, Records, Series, View, lines, 
 from distlab.report.provenance import command
 from distlab.snapshot.purposes import PURPOSES
 from distlab.snapshot.report import MIB, DeviceExplanation, Explanation, size_text
+from distlab.text import for_terminal
 
 NAME = "memory"
 FINDINGS = "findings"
@@ -29,7 +30,9 @@ def records_of(explanation: Explanation, snapshot: str) -> list[Record]:
     for device in explanation.devices:
         for part, variant, metrics in _rows(device):
             config = {"snapshot": snapshot, "part": f"device {device.device}: {part}"}
-            found.append(Record(NAME, variant, config, metrics, environment, None))
+            # A name in a stack may hold anything, also characters that no file in UTF-8 can have.
+            name = for_terminal(variant)
+            found.append(Record(NAME, name, config, metrics, environment, None))
     return found
 
 
@@ -39,7 +42,8 @@ def _rows(device: DeviceExplanation) -> list[tuple[str, str, dict[str, Any]]]:
     reserved_bytes = max(device.end_reserved_bytes, 1)
     rows: list[tuple[str, str, dict[str, Any]]] = []
     for finding in device.findings()[:PAGE_LINES]:
-        rows.append((FINDINGS, finding.kind, {"bytes": finding.bytes, "text": finding.sentence}))
+        sentence = for_terminal(finding.sentence)
+        rows.append((FINDINGS, finding.kind, {"bytes": finding.bytes, "text": sentence}))
     if not rows:  # a page needs a row
         rows.append((FINDINGS, "nothing", {"bytes": 0, "text": device.advice()}))
     for purpose in PURPOSES:
@@ -96,7 +100,7 @@ def page_view(explanation: Explanation) -> View:
             text_column("metrics.text", "what to do"),
         ],
         headline=lambda records: "; ".join(device.summary() for device in explanation.devices),
-        findings=lambda records: [device.advice() for device in explanation.devices],
+        findings=lambda records: [for_terminal(device.advice()) for device in explanation.devices],
         parted_by="config.part",
         pictures={"memory.png": draw},
         reading="The peak is the moment at which most memory is allocated. A line is the innermost "

@@ -181,16 +181,21 @@ def test_json_has_everything_and_writes_nothing(tmp_path, capsys, monkeypatch):
 
 
 def test_the_page_has_every_table_and_a_picture(tmp_path, capsys):
-    hostile = {**frame(42), "name": "<script>alert(1)</script>"}
+    hostile = {**frame(42), "name": "<script>alert(1)</script>\x1b\ud800"}
     events = training(6)
     events += [event for i in range(4) for event in [alloc(500 + i, 30, hostile), *training(2)]]
     gap = segment((10, "active_allocated"), (40, "inactive"))
     path = tmp_path / "snapshot.pickle"
     path.write_bytes(pickle.dumps({"segments": [gap], "device_traces": [events, training(3)]}))
-    assert main(["memory", str(path), "--out", str(tmp_path)]) == 0
+    before = tmp_path / "before.pickle"
+    before.write_bytes(pickle.dumps({"segments": [], "device_traces": [training(6)]}))
+    words = ["memory", str(path), "--against", str(before), "--out", str(tmp_path)]
+    assert main(words) == 0
     (page,) = tmp_path.glob("memory/*/report.html")
     text = page.read_text()
-    advice = capsys.readouterr().out.splitlines()[0]
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed + text and r"\x1b\ud800" in text
+    advice = printed.splitlines()[0]
     assert text.index(advice[:40]) < text.index("<table>")
     for table in (FINDINGS, BY_PURPOSE, BY_LINE):
         assert f"device 0: {table}</h3>" in text and f"device 1: {table}</h3>" in text
