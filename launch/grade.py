@@ -8,7 +8,7 @@ A submission is a folder with `tests/adapters.py`, or with a module of hook func
 names (`--adapters package.module`). Every part is optional. The functions run in child processes
 with limits on time and memory, in a copy of the folder. No code is printed and none is changed: the
 report says which invariants hold, and for each that is broken the input, what was expected and what
-was seen. docs/start/course.md tells what is examined.
+was seen. Each submission also has a page. docs/start/course.md tells what is examined.
 
 Exit code 1 when something is broken.
 """
@@ -25,8 +25,13 @@ import torch
 
 from distlab.grade import Report, grade
 from distlab.grade.hooks import PART_NAMES
+from distlab.grade.page import NAME, page_view, records_of
 from distlab.options import Options, config_from, option, parser_of
+from distlab.report import write
+from distlab.runs import new_folder
+from distlab.text import for_terminal
 from launch.kernel import Progress
+from launch.runs import refresh_index
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,10 @@ class GradeOptions(Options):
     seconds: float = option(25.0, "seconds for one experiment", above=0, most=3600)
     jobs: int = option(1, "submissions to examine at the same time", least=1)
     time: bool = option(False, "then time wrappers next to ours and torch's")
-    json: bool = option(False, "print JSON, a line per submission")
-    markdown: bool = option(False, "print Markdown, for a comment on a pull request")
-    csv: bool = option(False, "print a row of CSV per submission")
+    out: str = option("outputs", "folder of all results")
+    json: bool = option(False, "print JSON, a line per submission, and write no page")
+    markdown: bool = option(False, "print Markdown, for a pull request, and write no page")
+    csv: bool = option(False, "print a row of CSV per submission, and write no page")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -87,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def show(reports: Sequence[Report], options: GradeOptions) -> None:
-    """Print reports in the form that was asked for."""
+    """Print reports in the form that was asked for. Without such a form, write a page for each."""
     if options.csv:
         rows = [report.csv_row() for report in reports]
         titles = list(dict.fromkeys(title for row in rows for title in row))
@@ -95,10 +101,19 @@ def show(reports: Sequence[Report], options: GradeOptions) -> None:
         writer.writeheader()
         writer.writerows(rows)
         return
-    for report in reports:
-        if options.json:
+    if options.json:
+        for report in reports:
             print(json.dumps(report.to_dict()))
-        elif options.markdown:
+        return
+    if options.markdown:
+        for report in reports:
             print(report.markdown())
-        else:
-            print(report)
+        return
+    for report in reports:
+        # A message of the submission's may hold what a terminal would obey.
+        print(f"{for_terminal(str(report))}\n")
+        records = records_of(report, options.device)
+        with new_folder(options.out, NAME) as folder:
+            page = write(page_view(report), records, folder)
+        print(f"report: {page}")
+    refresh_index(options.out)

@@ -8,17 +8,23 @@ The file is one of torch.cuda.memory._dump_snapshot, of any program. To record i
 torch.cuda.memory._record_memory_history() before the steps and _dump_snapshot("snapshot.pickle")
 after them. The file is read without running anything that it may contain.
 
-docs/learn/your_memory.md explains the tables.
+Tables and a picture are in a page. docs/learn/your_memory.md explains them.
 """
 
 import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from distlab.options import Options, config_from, option, parser_of
+from distlab.report import write
+from distlab.runs import new_folder
 from distlab.snapshot import explain, read_snapshot
+from distlab.snapshot.page import NAME, page_view, records_of
 from distlab.snapshot.report import difference
+from distlab.text import for_terminal
+from launch.runs import refresh_index
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,8 @@ class MemoryOptions(Options):
 
     snapshot: str = option("", "file of torch.cuda.memory._dump_snapshot", positional=True)
     against: str | None = option(None, "an earlier snapshot, to see what changed")
-    json: bool = option(False, "print only the line of JSON")
+    out: str = option("outputs", "folder of all results")
+    json: bool = option(False, "print only the line of JSON, and write no page")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,8 +51,13 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(found.to_dict()))
         return 0
-    print(found)
+    print(f"{found}\n")
     if options.against is not None:
-        print()
-        print(difference(explain(read_snapshot(options.against)), found))
+        changes = difference(explain(read_snapshot(options.against)), found)
+        print(f"{for_terminal(changes)}\n")
+    records = records_of(found, for_terminal(Path(options.snapshot).name))
+    with new_folder(options.out, NAME) as folder:
+        page = write(page_view(found), records, folder)
+    refresh_index(options.out)
+    print(f"report: {page}")
     return 0

@@ -1,6 +1,7 @@
 """`distlab runs` and `distlab compare`: see distlab/runs.py and distlab/compare.py."""
 
 import argparse
+import importlib
 import math
 import shutil
 import sys
@@ -29,6 +30,8 @@ from distlab.runs import as_text, files_of, listed, new_folder, result_of, write
 from distlab.text import for_terminal
 from launch.registry import ROOT, experiments, load
 
+# Command that is no experiment → module whose function `result` words the result of its records.
+WORDED_BY = {"grade": "distlab.grade.page", "memory": "distlab.snapshot.page"}
 MOST_RUNS = 20  # that are listed
 CANNOT_TELL = 3  # exit code of a comparison whose noise hides what it was asked for
 
@@ -196,6 +199,8 @@ def refresh_index(out: str | Path) -> None:
 def result_for(records: Records) -> str:
     """Return the result of a run in a few words, as its experiment words it, if it does."""
     name = records[0].experiment if records else ""
+    if name in WORDED_BY:
+        return importlib.import_module(WORDED_BY[name]).result(records)
     experiment = load(name).EXPERIMENT if name in experiments() else None
     result = None if experiment is None else experiment.view.result
     return result_of(records) if result is None else result(records)

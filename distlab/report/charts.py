@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from distlab.report.record import Records
 
 ABREAST = 4  # small panels in a row, at most
-# with each time that the colours begin again
+# Line style → the styles that replace it, one after the other, each time that the colours begin
+# again. So the eighth line, which has the first one's colour, has another style.
 AGAIN = {"-": ("-", "-.", "--", ":"), "--": ("--", ":")}
-_BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # text that crosses grid lines
+_BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # box of text over grid lines
+LEAST_SHARE = 0.07  # of the longest bar: a part that is longer carries its value
 
 
 @dataclass(frozen=True)
@@ -103,21 +105,32 @@ def lines(path: Path, panels: Sequence[Panel], *, title: str) -> None:
 
     Args:
         path: path of a ``.png`` (or ``.svg``, ``.pdf``), written atomically.
+        panels: pairs of axes, row by row from the left.
+        title: text above the panels.
     """
-    small = len(panels) > 3
-    rows = -(-len(panels) // ABREAST)
-    abreast = -(-len(panels) // rows)
-    keys = list(dict.fromkeys(series.key for panel in panels for series in panel.series))
-    handles = {}
-    with picture(path, title, 0.8 + 1.9 * rows if small else 4.4, small=small) as figure:
+    is_small = len(panels) > 3
+    rows = math.ceil(len(panels) / ABREAST)
+    abreast = math.ceil(len(panels) / rows)  # so that the last row is not nearly empty
+    height_in = 0.8 + 1.9 * rows if is_small else 4.4
+    keys = []  # of all panels; the position of a series' key decides its colour
+    for panel in panels:
+        for series in panel.series:
+            if series.key not in keys:
+                keys.append(series.key)
+    handles: dict[str, Any] = {}  # label → the first line that has it
+    with picture(path, title, height_in, small=is_small) as figure:
         for place, panel in enumerate(panels):
             axes = figure.add_subplot(rows, abreast, place + 1)
             for series in panel.series:
-                handles.setdefault(series.label, _draw(axes, series, keys.index(series.key)))
+                line = _draw(axes, series, keys.index(series.key))
+                if series.label not in handles:
+                    handles[series.label] = line
             _dress(axes, panel)
-            if place + abreast >= len(panels):
+            has_none_below = place + abreast >= len(panels)
+            if has_none_below:
                 axes.set_xlabel(panel.x_label)
-            if place % abreast == 0 or panel.y_label != panels[place - 1].y_label:
+            begins_row = place % abreast == 0
+            if begins_row or panel.y_label != panels[place - 1].y_label:
                 axes.set_ylabel(panel.y_label)
         if len(handles) > 1:
             figure.legend(
@@ -129,32 +142,46 @@ def lines(path: Path, panels: Sequence[Panel], *, title: str) -> None:
 
 
 def _draw(axes: Axes, series: Series, place: int) -> Any:
+    """Draw a series, with its error bars. Return the line.
+
+    Args:
+        axes: pair of axes to draw on.
+        series: numbers to draw.
+        place: position of the series' key among all keys of the picture, for colour and marker.
+    """
     colour = LINES[place % len(LINES)]
+    is_marked = series.marked or not series.line
+    marker = MARKERS[place % len(MARKERS)] if is_marked else "none"
     styles = AGAIN.get(series.line, (series.line or "none",))
-    line = styles[place // len(LINES) % len(styles)]
+    round_of_colours = place // len(LINES)
     (drawn,) = axes.plot(
         series.x,
         series.y,
-        linestyle=line,
+        linestyle=styles[round_of_colours % len(styles)],
         linewidth=series.width,
         color=colour,
         label=series.label,
-        marker=MARKERS[place % len(MARKERS)] if series.marked or not series.line else "none",
+        marker=marker,
         markerfacecolor="white" if series.hollow else colour,
     )
     if series.low is not None:
+        # matplotlib takes distances, and refuses negative ones. A number outside of its interval
+        # has a bar to one side only.
         below = [max(0.0, y - low) for low, y in zip(series.low, series.y, strict=True)]
         above = [max(0.0, high - y) for high, y in zip(series.high, series.y, strict=True)]
         axes.errorbar(
             series.x, series.y, yerr=[below, above], fmt="none", ecolor=colour, elinewidth=1
         )
-    if not any(map(math.isfinite, series.y)):
-        note = f"{series.label}: no {'finite ' if len(series.y) else ''}value"
+    if not any(math.isfinite(y) for y in series.y):
+        # Say so on the axes, because nothing is drawn and the legend would promise a line.
+        kind = "finite " if len(series.y) else ""
+        note = f"{series.label}: no {kind}value"
         axes.annotate(note, (0.3, 0.8), xycoords="axes fraction", fontsize=6, color=colour)
     return drawn
 
 
 def _dress(axes: Axes, panel: Panel) -> None:
+    """Set scales, limits, ticks, events and title of a panel whose series are drawn."""
     if panel.log_x:
         axes.set_xscale("log", base=panel.log_x)
     if panel.log_y:
@@ -163,6 +190,7 @@ def _dress(axes: Axes, panel: Panel) -> None:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         if panel.from_zero:
             axes.set_ylim(bottom=0)
+    # Cut the axis only where the numbers reach beyond it.
     if panel.y_max is not None and axes.get_ylim()[1] > panel.y_max:
         axes.set_ylim(0, panel.y_max)
     if panel.x_ticks:
@@ -184,24 +212,33 @@ def _dress(axes: Axes, panel: Panel) -> None:
 
 
 def overlaid(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> list[Series]:
-    """Return lines of a panel, name → (x, y), that may cover each other.
+    """Return lines of a panel that may cover each other.
 
     Later lines are thinner, so that all stay visible.
+
+    Args:
+        curves: name → (x, y), equally many numbers.
     """
-    return [
-        Series(name, x, y, line="-", width=3.2 - 2.4 * index / len(curves))
-        for index, (name, (x, y)) in enumerate(curves.items())
-    ]
+    found = []
+    for index, (name, (x, y)) in enumerate(curves.items()):
+        width = 3.2 - 2.4 * index / len(curves)
+        found.append(Series(name, x, y, line="-", width=width))
+    return found
 
 
 def step_bars(*phases: str) -> Callable[[Records, Path], None]:
-    """Return a picture of records: a bar for each, made of the medians of phases of its step."""
+    """Return a picture of records: a bar for each, made of the medians of phases of its step.
+
+    Args:
+        phases: names of the phases. A record has the metric `PHASE_p50_ms` of each, or lacks it.
+    """
 
     def draw(records: Records, path: Path) -> None:
-        parts = {phase: [row.metrics.get(f"{phase}_p50_ms") for row in records] for phase in phases}
-        stacked_bars(
-            path, [row.variant for row in records], parts, title="Medians of a step", unit="ms"
-        )
+        labels = [record.variant for record in records]
+        parts = {}
+        for phase in phases:
+            parts[phase] = [record.metrics.get(f"{phase}_p50_ms") for record in records]
+        stacked_bars(path, labels, parts, title="Medians of a step", unit="ms")
 
     return draw
 
@@ -232,22 +269,24 @@ def stacked_bars(
             no whisker.
         totals: for each bar the number that is written and that the whisker surrounds, in ``unit``,
             if it is not the sum of the parts. None for the sum.
+        title: text above the bars.
+        unit: text below the axis.
+
+    Raises:
+        ValueError: parts have different numbers of values.
     """
     bars = list(zip(*parts.values(), strict=True))
-    texts = [next((value for value in bar if isinstance(value, str)), None) for bar in bars]
-    numbers = [
-        [v for v in bar if v is not None] if text is None else []
-        for bar, text in zip(bars, texts, strict=True)
-    ]
-    room = 0.07 * max(0.0, *map(sum, numbers))  # a part at least this long carries its value
-    ends = [0.0] * len(labels)
+    numbers = [_numbers_of(bar) for bar in bars]
+    longest = max(0.0, *(sum(own) for own in numbers))
+    given_totals = totals or [None] * len(labels)
+    ends = [0.0] * len(labels)  # where each bar ends so far; a whisker moves it
     with picture(path, title, 1.35 + 0.36 * len(labels)) as figure:
         axes = figure.add_subplot()
         for name, values in parts.items():
-            known = [
-                value if own and value is not None else 0.0
-                for own, value in zip(numbers, values, strict=True)
-            ]
+            # A bar with a text instead of numbers, and a part that a bar lacks, have no length.
+            known = []
+            for own, value in zip(numbers, values, strict=True):
+                known.append(value if own and value is not None else 0.0)
             lengths = [max(value, 0.0) for value in known]
             colour = colour_of(name, list(parts))
             drawn = axes.barh(
@@ -260,33 +299,33 @@ def stacked_bars(
                 lw=0.6,
                 label=name,
             )
-            inside = [_number(value) if value > room and len(parts) > 1 else "" for value in known]
+            inside = []
+            for value in known:
+                is_written = value > LEAST_SHARE * longest and len(parts) > 1
+                inside.append(_number(value) if is_written else "")
             ink = "white" if colour in DARK else "black"
             axes.bar_label(drawn, inside, label_type="center", fontsize=7.5, color=ink)
             ends = [end + length for end, length in zip(ends, lengths, strict=True)]
         for row, whisker in enumerate(whiskers):
-            if whisker is not None and numbers[row]:
-                middle = totals[row] if totals and totals[row] is not None else ends[row]
-                low, high = max(middle - whisker[0], 0), max(whisker[1] - middle, 0)
-                axes.errorbar(
-                    middle, row, xerr=[[low], [high]], color=BLACK, capsize=3, linewidth=1.1
-                )
-                ends[row] = max(ends[row], middle + high)
-        for row, own in enumerate(numbers):
-            number = totals[row] if totals and totals[row] is not None else sum(own)
-            total = (
-                f"{'' if len(own) == len(parts) else '≥ '}{_number(number)}"
-                if own
-                else texts[row] or "n/a"
+            if whisker is None or not numbers[row]:
+                continue
+            middle = ends[row] if given_totals[row] is None else given_totals[row]
+            low, high = whisker
+            # matplotlib takes distances, and refuses negative ones.
+            below, above = max(middle - low, 0), max(high - middle, 0)
+            axes.errorbar(
+                middle, row, xerr=[[below], [above]], color=BLACK, capsize=3, linewidth=1.1
             )
+            ends[row] = max(ends[row], middle + above)  # the total is written to its right
+        for row, bar in enumerate(bars):
             axes.annotate(
-                total,
+                _text_of(bar, given_totals[row]),
                 (ends[row], row),
                 (6, 0),
                 textcoords="offset points",
                 va="center",
                 bbox=_BEHIND,
-                style="normal" if own else "italic",
+                style="normal" if numbers[row] else "italic",
             )
         axes.set_yticks(range(len(labels)), labels)
         axes.set(ylim=(len(labels) - 0.5, -0.5), xlabel=unit)
@@ -296,8 +335,33 @@ def stacked_bars(
         _legend_above(axes)
 
 
+def _numbers_of(bar: Sequence[float | str | None]) -> list[float]:
+    """Return the numbers of a bar's parts. A bar with a text, such as `OOM`, has none."""
+    if any(isinstance(value, str) for value in bar):
+        return []
+    return [value for value in bar if value is not None]
+
+
+def _text_of(bar: Sequence[float | str | None], given_total: float | None) -> str:
+    """Return what is written next to a bar: its total, its text, or `n/a`.
+
+    Args:
+        bar: values of its parts.
+        given_total: number to write instead of the sum of the parts. None for the sum.
+    """
+    own = _numbers_of(bar)
+    if own:
+        total = sum(own) if given_total is None else given_total
+        at_least = "" if len(own) == len(bar) else "≥ "  # a part is not known
+        return f"{at_least}{_number(total)}"
+    texts = [value for value in bar if isinstance(value, str)]
+    if texts and texts[0]:
+        return texts[0]
+    return "n/a"
+
+
 def _legend_above(axes: Axes) -> None:
-    """Left above the axes; more than five entries take further lines."""
+    """Put the legend above the axes on the left. More than five entries take further lines."""
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(0, 1),
@@ -316,12 +380,18 @@ def _number(value: float) -> str:
     """
     if isinstance(value, int):
         return str(value)
-    size = float(f"{abs(value):.3g}")
-    return f"{value:.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
+    size = float(f"{abs(value):.3g}")  # rounded, because 9.996 is written as 10.0
+    if size >= 100:
+        return f"{value:.0f}"
+    if size >= 10:
+        return f"{value:.1f}"
+    if size >= 1:
+        return f"{value:.2f}"
+    return f"{value:.3f}"
 
 
-# Lanes of a strategy's timeline: name → (row below the strategy's first, legend); later ones are
-# drawn over earlier.
+# Lanes of a strategy's timeline: name → (0 for the upper row and 1 for the lower one, legend).
+# Later ones are drawn over earlier ones.
 LANES = {
     "compute": (0, "compute"),
     "copies": (0, "copies"),
@@ -337,57 +407,27 @@ def timeline(
     title: str,
     phases: Mapping[str, Mapping[str, float]] | None = None,
 ) -> None:
-    """Per strategy a compute lane and a communication lane, all on one axis of milliseconds.
+    """Draw two rows of intervals for each strategy, all on one axis of milliseconds.
+
+    The upper row is compute, the lower one communication.
 
     Args:
         path: a ``.png`` (or ``.svg``, ``.pdf``).
         rows: strategy → lane → disjoint intervals ``(start_ms, end_ms)`` from the start of the
             step. Lanes: ``compute`` and ``copies`` (upper row), ``communication`` and, over it in a
             strong colour, ``exposed``, the part that no compute covers (lower row).
-        phases: strategy → name of a phase → when it begins, in ms. A vertical line marks each.
+        title: text above the axes.
+        phases: strategy → name of a phase → ms at which it begins. A vertical line marks each.
     """
     with picture(path, title, 1.3 + 0.78 * len(rows)) as figure:
         axes = figure.add_subplot()
-        labelled = set()  # lanes that the legend has
-        for top, (name, content) in zip(range(0, 3 * len(rows), 3), rows.items(), strict=True):
-            for phase, begin in (phases or {}).get(name, {}).items():
-                axes.plot([begin, begin], [top - 0.6, top + 1.5], color=INK, linewidth=0.8)
-                axes.annotate(
-                    phase,
-                    (begin, top - 0.48),
-                    (2, 0),
-                    textcoords="offset points",
-                    va="bottom",
-                    fontsize=6,
-                    bbox=_BEHIND,
-                )
-            for lane, (row, legend) in LANES.items():
-                bars = [(start, stop - start) for start, stop in content.get(lane, ())]
-                if bars:
-                    # No edges and no snapping to pixels: at a thousand kernels per lane both would
-                    # falsify the gaps.
-                    axes.broken_barh(
-                        bars,
-                        (top + row - 0.42, 0.84),
-                        facecolors=COLOURS[lane],
-                        linewidth=0,
-                        snap=False,
-                        label=None if lane in labelled else legend,
-                    )
-                    labelled.add(lane)
-            if not content.get("communication"):
-                axes.annotate(
-                    "no communication",
-                    (0, top + 1),
-                    (4, 0),
-                    textcoords="offset points",
-                    va="center",
-                    fontsize=7,
-                    color="#666666",
-                    style="italic",
-                    bbox=_BEHIND,
-                )
-            if top:
+        labelled: set[str] = set()  # lanes that the legend has
+        for number, (name, content) in enumerate(rows.items()):
+            top = 3 * number  # two rows for each strategy, and one between them
+            if phases is not None:
+                _draw_phases(axes, top, phases.get(name, {}))
+            _draw_lanes(axes, top, content, labelled)
+            if top > 0:
                 axes.axhline(top - 1, color=FAINT, linewidth=0.6)
         axes.set_yticks([3 * number + 0.5 for number in range(len(rows))], list(rows))
         axes.margins(x=0.01)
@@ -397,31 +437,102 @@ def timeline(
         _legend_above(axes)
 
 
+def _draw_phases(axes: Axes, top: int, begins: Mapping[str, float]) -> None:
+    """Draw a vertical line with a name where each phase of a strategy begins.
+
+    Args:
+        axes: axes to draw on.
+        top: place of the strategy's upper row.
+        begins: name of the phase → ms at which it begins.
+    """
+    for phase, begin in begins.items():
+        axes.plot([begin, begin], [top - 0.6, top + 1.5], color=INK, linewidth=0.8)
+        axes.annotate(
+            phase,
+            (begin, top - 0.48),
+            (2, 0),
+            textcoords="offset points",
+            va="bottom",
+            fontsize=6,
+            bbox=_BEHIND,
+        )
+
+
+def _draw_lanes(
+    axes: Axes,
+    top: int,
+    content: Mapping[str, Sequence[tuple[float, float]]],
+    labelled: set[str],
+) -> None:
+    """Draw the intervals of one strategy.
+
+    Args:
+        axes: axes to draw on.
+        top: place of the strategy's upper row.
+        content: lane → intervals ``(start_ms, end_ms)``.
+        labelled: lanes that the legend already has. New ones are added.
+    """
+    for lane, (row, legend) in LANES.items():
+        bars = [(start, stop - start) for start, stop in content.get(lane, ())]
+        if not bars:
+            continue
+        # No edges and no snapping to pixels: at a thousand kernels per lane both would falsify the
+        # gaps.
+        axes.broken_barh(
+            bars,
+            (top + row - 0.42, 0.84),
+            facecolors=COLOURS[lane],
+            linewidth=0,
+            snap=False,
+            label=None if lane in labelled else legend,
+        )
+        labelled.add(lane)
+    if not content.get("communication"):
+        axes.annotate(
+            "no communication",
+            (0, top + 1),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=7,
+            color="#666666",
+            style="italic",
+            bbox=_BEHIND,
+        )
+
+
 def memory_areas(path: Path, memory: Any, *, title: str) -> None:
     """Draw memory over one step by category, of a `measure.memory_timeline.MemoryTimeline`.
 
     Categories without memory are left out. Phases are written along the upper edge, and a dot marks
     the peak.
+
+    Args:
+        path: path of a ``.png`` (or ``.svg``, ``.pdf``).
+        memory: the account of one step.
+        title: text above the axes.
     """
     times, layers = memory.curves()
-    at, categories = memory.peak()
-    total = sum(categories.values())
-    unit, size = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
-    drawn = {
-        name: ([value / size for value in (*values, values[-1])], colour)
-        for colour, (name, values) in zip(AREAS, layers.items(), strict=False)
-        if any(values)
-    }
-    heights = [heights for heights, _ in drawn.values()]
-    highest = max(map(sum, zip(*heights, strict=True)), default=0)
+    peak_ms, categories = memory.peak()
+    peak_bytes = sum(categories.values())
+    unit, unit_bytes = ("GiB", 2**30) if peak_bytes >= 2**30 else ("MiB", 2**20)
+    names, heights, colours = [], [], []
+    # A category has its colour by its place, also where another one is left out.
+    for colour, (name, values) in zip(AREAS, layers.items(), strict=False):
+        if any(values):
+            names.append(name)
+            # The last value holds until the end of the step.
+            heights.append([value / unit_bytes for value in (*values, values[-1])])
+            colours.append(colour)
+    sums = [sum(column) for column in zip(*heights, strict=True)]
+    highest = max(sums, default=0)
     with picture(path, title, 4.6) as figure:
         axes = figure.add_subplot()
-        colours = [colour for _, colour in drawn.values()]
         axes.stackplot(
             [*times, memory.step_ms],
             heights,
             colors=colours,
-            labels=drawn,
+            labels=names,
             step="post",
             linewidth=0,
         )
@@ -430,12 +541,14 @@ def memory_areas(path: Path, memory: Any, *, title: str) -> None:
             axes.text(
                 (start + stop) / 2, 1.13 * highest, name, ha="center", va="center", fontsize=8.5
             )
-        peak = (at, total / size)
-        axes.plot(*peak, "o", color=INK, markersize=4)
-        side, offset = ("right", -7) if at > 0.6 * memory.step_ms else ("left", 7)
+        peak = peak_bytes / unit_bytes
+        axes.plot(peak_ms, peak, "o", color=INK, markersize=4)
+        # Text at a late peak is written to its left, where it does not leave the axes.
+        is_late = peak_ms > 0.6 * memory.step_ms
+        side, offset = ("right", -7) if is_late else ("left", 7)
         axes.annotate(
-            f"peak {peak[1]:.1f} {unit}",
-            peak,
+            f"peak {peak:.1f} {unit}",
+            (peak_ms, peak),
             (offset, 7),
             textcoords="offset points",
             ha=side,

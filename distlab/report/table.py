@@ -13,9 +13,20 @@ from distlab.report.record import Record, Records
 from distlab.text import for_markdown, for_terminal
 
 K = TypeVar("K")
-HEADING_PADDING = 2  # which tabulate adds to a heading, and not to a cell
+# All three in characters.
+HEADING_PADDING = 2  # tabulate adds it to a heading, and not to a cell
 BETWEEN_COLUMNS = 2
 LONGEST_CELL = 40  # in a terminal
+
+
+def _nothing_derived(record: Record) -> Any:
+    """Return None: there is no value that could be derived."""
+    return None
+
+
+def _no_note(record: Record) -> str:
+    """Return an empty note."""
+    return ""
 
 
 @dataclass(frozen=True)
@@ -43,14 +54,14 @@ class Column:
     scale: float = 1
     missing: str = "n/a"
     align: str | None = None
-    derived: Callable[[Record], Any] = lambda record: None
-    note: Callable[[Record], str] = lambda record: ""
+    derived: Callable[[Record], Any] = _nothing_derived
+    note: Callable[[Record], str] = _no_note
     optional: bool = False
     about: str = ""
 
     @property
     def name(self) -> str:
-        """The end of the key, by which a column is asked for."""
+        """Last part of the key, by which callers ask for a column."""
         return self.key.rpartition(".")[2]
 
     def is_empty(self, records: Records) -> bool:
@@ -59,18 +70,27 @@ class Column:
 
     @property
     def stands_left(self) -> bool:
-        """Return whether its cells are aligned left."""
+        """True if its cells are aligned left."""
         return self.align == "left" or self.key == "variant"
 
     def value(self, record: Record) -> Any:
         """Return the record's value, or the derived one, without scale. None if there is none."""
         value: Any = record
         for name in self.key.split("."):
-            value = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
-        return self.derived(record) if value is None else value
+            if isinstance(value, dict):
+                value = value.get(name)
+            else:
+                value = getattr(value, name, None)
+        if value is None:
+            return self.derived(record)
+        return value
 
     def text(self, record: Record) -> str:
-        """Return the cell of ``record``, not escaped. Text such as ``"OOM"`` is shown as it is."""
+        """Return the cell of ``record``, not escaped. Text such as ``"OOM"`` is shown as it is.
+
+        Raises:
+            TypeError, ValueError: the format does not fit the value.
+        """
         value = self.value(record)
         if value is None:
             return self.missing
@@ -80,8 +100,9 @@ class Column:
             return self.format(value) + self.note(record)
         scaled = value * self.scale
         text = format(scaled, self.format)
-        # nothing that was counted is shown as none
-        if self.scale != 1 and value and not text.strip("+-0."):
+        shows_only_zeros = not text.strip("+-0.")
+        if self.scale != 1 and value and shows_only_zeros:
+            # A few bytes in GiB would look like no bytes. One digit tells them apart.
             text = f"{scaled:.1g}"
         return text + self.note(record)
 
@@ -92,22 +113,30 @@ gib_column = partial(Column, scale=2**-30)  # of bytes, in GiB
 
 
 def render(records: Records, columns: Sequence[Column], style: str = "text") -> str:
-    """One table, one row per record in the given order.
+    """Render one table, with one row per record in the given order.
 
     Args:
+        records: rows.
+        columns: columns, from left to right.
         style: ``"text"`` or ``"markdown"`` (GitHub's pipes).
 
     Raises:
         ValueError: no columns, or a format that does not fit the value (names the column).
     """
 
-    def written(text: str) -> str:
-        # A line break would end the row.
-        return for_markdown(text) if style == "markdown" else for_terminal(" ".join(text.split()))
+    is_markdown = style == "markdown"
 
-    rows = [[written(_cell(column, record)) for column in columns] for record in records]
+    def written(text: str) -> str:
+        if is_markdown:
+            return for_markdown(text)
+        return for_terminal(" ".join(text.split()))  # a line break would end the row
+
+    rows = []
+    for record in records:
+        rows.append([written(_cell(column, record)) for column in columns])
     titles = [written(column.title) for column in columns]
-    return _tabulate(rows, columns, titles, "pipe" if style == "markdown" else "simple")
+    tablefmt = "pipe" if is_markdown else "simple"
+    return _tabulate(rows, columns, titles, tablefmt)
 
 
 def render_for_terminal(records: Records, columns: Sequence[Column], width: int = 100) -> str:
@@ -117,25 +146,39 @@ def render_for_terminal(records: Records, columns: Sequence[Column], width: int 
     where the least important ones are, and a line below says how many. Cells longer than 40
     characters are cut.
 
+    Args:
+        records: rows.
+        columns: columns, from left to right.
+        width: characters. A table of one column may be wider.
+
     Raises:
         ValueError: no columns, or a format that does not fit the value (names the column).
     """
-    cells = [
-        [for_terminal(" ".join(_cell(column, record).split())) for column in columns]
-        for record in records
-    ]
-    rows = [
-        [c if len(c) <= LONGEST_CELL else c[: LONGEST_CELL - 1] + "…" for c in row] for row in cells
-    ]
+    rows = []
+    for record in records:
+        rows.append([_short_cell(column, record) for column in columns])
     titles = [column.title for column in columns]
     if _width(_tabulate(rows, columns, titles)) > width:
         titles = _broken_titles(titles, rows, width)
+    # Leave out one column after the other, until the table fits or one column is left.
     for shown in range(len(columns), 0, -1):
-        text = _tabulate([row[:shown] for row in rows], columns[:shown], titles[:shown])
+        cut_rows = [row[:shown] for row in rows]
+        text = _tabulate(cut_rows, columns[:shown], titles[:shown])
         if _width(text) <= width:
             break
     hidden = len(columns) - shown
-    return text + (f"\n{hidden} more column{'s' * (hidden > 1)} in the page" if hidden else "")
+    if hidden == 0:
+        return text
+    plural = "s" if hidden > 1 else ""
+    return f"{text}\n{hidden} more column{plural} in the page"
+
+
+def _short_cell(column: Column, record: Record) -> str:
+    """Return a cell for a terminal: one line of at most `LONGEST_CELL` characters."""
+    text = for_terminal(" ".join(_cell(column, record).split()))
+    if len(text) > LONGEST_CELL:
+        return text[: LONGEST_CELL - 1] + "…"
+    return text
 
 
 def _broken_titles(titles: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
@@ -143,42 +186,64 @@ def _broken_titles(titles: Sequence[str], rows: Sequence[Sequence[str]], width: 
 
     Every column begins as narrow as its cells and the longest word of its heading. Then the room
     that is left goes to the columns whose headings have the most lines.
+
+    Args:
+        titles: headings, one per column.
+        rows: cells of each row.
+        width: characters of the whole table.
+
+    Returns:
+        The headings with line breaks. All have the same number of lines, the first ones empty.
     """
-    longest_words = [max(title.split() or [""], key=len)[:LONGEST_CELL] for title in titles]
-    lengths = [max(1, *map(len, column)) for column in zip(longest_words, *rows, strict=True)]
-    cells = [max([0, *map(len, column)]) for column in zip(*rows, strict=True)] or [0] * len(titles)
+    widest_cells = []  # characters of the widest cell of each column
+    lengths = []  # characters at which each heading is broken
+    for number, title in enumerate(titles):
+        widest_cell = max((len(row[number]) for row in rows), default=0)
+        longest_word = max((len(word) for word in title.split()), default=0)
+        widest_cells.append(widest_cell)
+        lengths.append(max(1, widest_cell, min(longest_word, LONGEST_CELL)))
 
     def lines_of(column: int, length: int) -> list[str]:
+        """Return the lines of a heading that is broken at `length` characters."""
         return textwrap.wrap(titles[column], length) or [""]
 
     def width_of(column: int, length: int) -> int:
-        heading = max(map(len, lines_of(column, length))) + HEADING_PADDING
-        return max(cells[column], heading)
+        """Return the width of a column whose heading is broken at `length` characters."""
+        longest_line = max(len(line) for line in lines_of(column, length))
+        return max(widest_cells[column], longest_line + HEADING_PADDING)
+
+    def with_fewer_lines(column: int) -> int | None:
+        """Return the next length at which a heading has fewer lines. None if there is none."""
+        count = len(lines_of(column, lengths[column]))
+        for length in range(lengths[column] + 1, len(titles[column]) + 1):
+            if len(lines_of(column, length)) < count:
+                return length
+        return None
 
     widths = [width_of(column, length) for column, length in enumerate(lengths)]
     room = width - sum(widths) - BETWEEN_COLUMNS * (len(widths) - 1)
-    fixed = set()  # columns whose headings cannot lose a line in the room that is left
-    while len(fixed) < len(titles):
-        column = max(
-            (each for each in range(len(titles)) if each not in fixed),
-            key=lambda each: len(lines_of(each, lengths[each])),
-        )
-        before = len(lines_of(column, lengths[column]))
-        fewer = [
-            length
-            for length in range(lengths[column] + 1, len(titles[column]) + 1)
-            if len(lines_of(column, length)) < before
-        ]
-        more = width_of(column, fewer[0]) - widths[column] if fewer else 0
-        if not fewer or more > room:
-            fixed.add(column)
+    open_columns = list(range(len(titles)))  # columns whose headings may still lose a line
+    while open_columns:
+        # The first of those with the most lines: the height of the heading depends on it.
+        column = max(open_columns, key=lambda each: len(lines_of(each, lengths[each])))
+        length = with_fewer_lines(column)
+        if length is None:
+            open_columns.remove(column)
+            continue
+        more = width_of(column, length) - widths[column]
+        if more > room:
+            open_columns.remove(column)
             continue
         room -= more
-        lengths[column] = fewer[0]
+        lengths[column] = length
         widths[column] += more
     broken = [lines_of(column, length) for column, length in enumerate(lengths)]
-    height = max(map(len, broken))
-    return ["\n".join([""] * (height - len(lines)) + lines) for lines in broken]
+    height = max(len(lines) for lines in broken)
+    padded = []
+    for lines in broken:
+        above = [""] * (height - len(lines))  # so that headings stand next to the cells
+        padded.append("\n".join(above + lines))
+    return padded
 
 
 def _tabulate(
@@ -187,25 +252,37 @@ def _tabulate(
     titles: Sequence[str],
     tablefmt: str = "simple",
 ) -> str:
+    """Return a table of formatted cells in a form of tabulate's.
+
+    Raises:
+        ValueError: no columns.
+    """
     if not columns:
         raise ValueError("a table needs at least one column")
+    alignment = None  # tabulate refuses one for a table without rows
+    if rows:
+        alignment = ["left" if column.stands_left else "right" for column in columns]
     return tabulate(
         rows,
         headers=titles,
         tablefmt=tablefmt,
         # cells are formatted already; tabulate must not turn "1.50" into 1.5
         disable_numparse=True,
-        colalign=["left" if column.stands_left else "right" for column in columns]
-        if rows
-        else None,
+        colalign=alignment,
     )
 
 
 def _width(text: str) -> int:
-    return max(map(len, text.splitlines()))
+    """Return the characters of the longest line."""
+    return max(len(line) for line in text.splitlines())
 
 
 def _cell(column: Column, record: Record) -> str:
+    """Return the cell of a record.
+
+    Raises:
+        ValueError: the format does not fit the value. The message names column and row.
+    """
     try:
         return column.text(record)
     except (TypeError, ValueError) as error:
@@ -214,25 +291,34 @@ def _cell(column: Column, record: Record) -> str:
 
 def is_number(value: Any) -> bool:
     """Return whether a metric is a finite number, and not None, a text such as `OOM` or a bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool):  # Python counts True and False among the integers
+        return False
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def grouped(records: Records, key: Callable[[Record], K]) -> dict[K, list[Record]]:
-    """Group the records by key, in order of first appearance."""
-    found = {}
+    """Group the records by key, in order of first appearance.
+
+    Args:
+        records: rows.
+        key: function from a record to the key of its group.
+
+    Returns:
+        Key → records, in their order.
+    """
+    found: dict[K, list[Record]] = {}
     for record in records:
         found.setdefault(key(record), []).append(record)
     return found
 
 
 def shared_options(records: Records) -> dict[str, Any]:
-    """Return the options that are the same in all records."""
-    options = records[0].config.items()
-    return {
-        name: value
-        for name, value in options
-        if all(record.config.get(name) == value for record in records)
-    }
+    """Return the options that are the same in all records, of which there is at least one."""
+    shared = {}
+    for name, value in records[0].config.items():
+        if all(record.config.get(name) == value for record in records):
+            shared[name] = value
+    return shared
 
 
 def by_machine(records: Records) -> dict[str, list[Record]]:
@@ -240,16 +326,22 @@ def by_machine(records: Records) -> dict[str, list[Record]]:
 
     A machine is named by its device, and by torch's version if one kind of device appears with
     several. No line and no bar of a picture mixes machines.
+
+    Returns:
+        Name of the machine → records, in their order.
     """
-    found = grouped(
-        records,
-        lambda r: (
-            str(r.environment.get("device_name") or "unknown device"),
-            str(r.environment.get("torch") or "unknown"),
-        ),
-    )
+    found = grouped(records, _device_and_torch)
     devices = [device for device, _ in found]
-    return {
-        device if devices.count(device) == 1 else f"{device}, torch {version}": group
-        for (device, version), group in found.items()
-    }
+    machines = {}
+    for (device, version), group in found.items():
+        has_one_version = devices.count(device) == 1
+        name = device if has_one_version else f"{device}, torch {version}"
+        machines[name] = group
+    return machines
+
+
+def _device_and_torch(record: Record) -> tuple[str, str]:
+    """Return the names of a record's device and of its version of torch."""
+    device = str(record.environment.get("device_name") or "unknown device")
+    version = str(record.environment.get("torch") or "unknown")
+    return device, version

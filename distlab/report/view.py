@@ -22,11 +22,28 @@ from distlab.report.table import Column, by_machine, grouped, render, text_colum
 from distlab.text import for_markdown, for_terminal
 
 Draw = Callable[[Records, Path], None]
+Table = tuple[str, list[Record], list[Column]]  # title, records and columns
+
+# Files of a run's folder that its page links to: pattern → description.
+FILES = {
+    "records.json": "every number; `distlab show` and `distlab compare` read it",
+    "records.csv": "the same as a table, for a spreadsheet or pandas",
+    "metrics.jsonl": "the loss of every step",
+    "trace_*": (
+        "a timeline: open it at https://ui.perfetto.dev (Open trace file), or in chrome://tracing"
+    ),
+    "parts/*/report.html": "a part of this run",
+}
 
 
 def _as_they_are(records: Records) -> Records:
-    """Derive nothing."""
+    """Return the records, with nothing derived from them."""
     return records
+
+
+def _nothing_found(records: Records) -> Sequence[str]:
+    """Return no findings."""
+    return ()
 
 
 @dataclass(frozen=True)
@@ -62,7 +79,7 @@ class View:
     reading: str
     derive: Callable[[Records], Records] = _as_they_are
     pictures: Mapping[str, Draw] = field(default_factory=dict)
-    findings: Callable[[Records], Sequence[str]] = lambda records: ()
+    findings: Callable[[Records], Sequence[str]] = _nothing_found
     prediction: str = ""
     noise: str = ""
     parted_by: str | None = None
@@ -72,61 +89,90 @@ class View:
     question: str = ""
 
     def table(self, records: Records, style: str = "text", only: Sequence[str] = ()) -> str:
-        """Render the table, or tables, in one of `render`'s styles.
+        """Render the table, or one table below the other if there are several.
 
-        `only` names columns by the end of their keys. Several tables show those that they have.
+        Args:
+            records: rows.
+            style: ``"text"`` or ``"markdown"``, as for `render`.
+            only: ends of the keys of the columns to show, next to the name of the row. Of several
+                tables, each shows those that it has. () for all columns.
 
         Raises:
             ValueError: no column has such a key.
         """
         tables = self.tables(records)
         if only:
-            known = dict.fromkeys(column.name for _, _, columns in tables for column in columns)
-            unknown = [name for name in only if name not in known]
-            if unknown:
-                raise ValueError(f"no column {', '.join(unknown)}; there are {', '.join(known)}")
-            tables = [
-                (part, group, [c for c in columns if c.name in ("variant", *only)])
-                for part, group, columns in tables
-            ]
-        titles = {
-            part: f"**{for_markdown(part)}**\n\n"
-            if style == "markdown"
-            else f"{for_terminal(part)}:\n"
-            for part, _, _ in tables
-        }
-        return "\n\n".join(
-            (titles[part] if len(tables) > 1 else "") + render(group, columns, style)
-            for part, group, columns in tables
-        )
+            tables = _only(tables, only)
+        texts = []
+        for title, group, columns in tables:
+            text = render(group, columns, style)
+            if len(tables) > 1:
+                text = _heading(title, style) + text
+            texts.append(text)
+        return "\n\n".join(texts)
 
-    def tables(self, records: Records) -> list[tuple[str, list[Record], list[Column]]]:
+    def tables(self, records: Records) -> list[Table]:
         """Return (title, records, columns) of each table.
 
-        A column tells several machines apart.
+        Records of several machines get a first column that names the machine.
         """
-        columns = [c for c in self.columns if not c.optional or not c.is_empty(records)]
+        columns = []
+        for column in self.columns:
+            if not column.optional or not column.is_empty(records):
+                columns.append(column)
         if len(by_machine(records)) > 1:
             columns.insert(0, text_column("environment.device_name", "machine"))
         if self.parted_by is None:
             return [("", list(records), columns)]
         part = Column(self.parted_by, "part")
-        return [
-            (name, group, [c for c in columns if not c.is_empty(group)])
-            for name, group in grouped(records, part.text).items()
-        ]
+        tables = []
+        for title, group in grouped(records, part.text).items():
+            filled = [column for column in columns if not column.is_empty(group)]
+            tables.append((title, group, filled))
+        return tables
 
     def derived(self, records: Records) -> Records:
         """Return the records with their noise and what the view derives from several rows."""
         return self.derive(with_noise(records))
 
     def headline_of(self, records: Records) -> str:
-        """Return the headline of each machine's records."""
-        return "; ".join(self.headline(group) for group in by_machine(records).values())
+        """Return the headlines of all machines, joined by semicolons."""
+        headlines = [self.headline(group) for group in by_machine(records).values()]
+        return "; ".join(headlines)
 
     def findings_of(self, records: Records) -> list[str]:
-        """Return what was found on each machine."""
-        return [line for group in by_machine(records).values() for line in self.findings(group)]
+        """Return the findings of all machines, one machine after the other."""
+        found = []
+        for group in by_machine(records).values():
+            found += self.findings(group)
+        return found
+
+
+def _only(tables: Sequence[Table], names: Sequence[str]) -> list[Table]:
+    """Return the tables with the columns of these names, and the one that names the row.
+
+    Raises:
+        ValueError: no column of any table has one of the names. The message lists those there are.
+    """
+    known = {}  # a dictionary, because it keeps the order of the columns for the message
+    for _, _, columns in tables:
+        for column in columns:
+            known[column.name] = None
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"no column {', '.join(unknown)}; there are {', '.join(known)}")
+    found = []
+    for title, group, columns in tables:
+        shown = [column for column in columns if column.name in ("variant", *names)]
+        found.append((title, group, shown))
+    return found
+
+
+def _heading(title: str, style: str) -> str:
+    """Return the title of one of several tables, with what separates it from the table."""
+    if style == "markdown":
+        return f"**{for_markdown(title)}**\n\n"
+    return f"{for_terminal(title)}:\n"
 
 
 def headline_from(template: str, **more: Callable[[Records], Any]) -> Callable[[Records], str]:
@@ -156,17 +202,28 @@ def headline_from(template: str, **more: Callable[[Records], Any]) -> Callable[[
 
 
 class _Words(string.Formatter):
+    """Formatter of headlines, which also knows millions (`:M`), billions (`:B`) and either (`:N`).
+
+    For example, `{:N}` of 1,500,000 is `1.5 M`.
+    """
+
     def format_field(self, value: Any, spec: str) -> str:
-        spec = ("B" if value >= 1e9 else "M") if spec == "N" else spec
-        unit = {"M": 1e6, "B": 1e9}.get(spec)
-        return format(value, spec) if unit is None else f"{value / unit:,.1f} {spec}"
+        if spec == "N":
+            spec = "B" if value >= 1e9 else "M"
+        if spec == "M":
+            return f"{value / 1e6:,.1f} M"
+        if spec == "B":
+            return f"{value / 1e9:,.1f} B"
+        return format(value, spec)
 
 
 def write(view: View, records: Records, path: Path) -> Path:
     """Write everything that a run leaves into its folder. Call it on one rank.
 
     Args:
+        view: view of the records.
         records: records as `View.derived` returns them.
+        path: folder of the run, which exists.
 
     Returns:
         The path of `report.html`.
@@ -178,40 +235,41 @@ def write(view: View, records: Records, path: Path) -> Path:
     write_json(records, path / "records.json")
     write_csv(records, path / "records.csv")
     findings = view.findings_of(records)
-    below = "".join(f"\n{for_markdown(line)}\n" for line in findings)
     headline = for_markdown(view.headline_of(records))
-    write_whole(path / "table.md", f"{headline}\n\n{view.table(records, 'markdown')}\n{below}")
-    page = html.page(view, records, _draw(view, records, path), findings, _links(path))
+    table = view.table(records, "markdown")
+    below = "".join(f"\n{for_markdown(line)}\n" for line in findings)
+    write_whole(path / "table.md", f"{headline}\n\n{table}\n{below}")
+    pictures = _draw(view, records, path)  # before the links, which name only files that exist
+    page = html.page(view, records, pictures, findings, _links(path))
     write_whole(path / "report.html", page)
     return path / "report.html"
 
 
-FILES = {
-    "records.json": "every number; `distlab show` and `distlab compare` read it",
-    "records.csv": "the same as a table, for a spreadsheet or pandas",
-    "metrics.jsonl": "the loss of every step",
-    "trace_*": (
-        "a timeline: open it at https://ui.perfetto.dev (Open trace file), or in chrome://tracing"
-    ),
-    "parts/*/report.html": "a part of this run",
-}
-
-
 def _links(path: Path) -> dict[str, list[str]]:
-    """Return description → addresses from its page of files in and around a run's folder."""
-    found = {text: sorted(path.glob(pattern)) for pattern, text in FILES.items()}
+    """Return the links of a page: description → addresses of the files, relative to the page.
+
+    Args:
+        path: folder of the run. Files are in it and around it.
+    """
+    found: dict[str, list[Path]] = {}
+    for pattern, description in FILES.items():
+        found[description] = sorted(path.glob(pattern))
+    # A fresh run of the same name has renamed the one before to NAME-old-1, NAME-old-2, …
     before = path.parent.glob(f"{glob.escape(path.name)}-old-*/report.html")
-    found["the run before this one, of the same name"] = sorted(before, key=os.path.getmtime)[-1:]
-    found["all runs"] = [path.parents[3 if path.parent.name == "parts" else 1] / "index.html"]
-    return {
-        text: [quote(os.path.relpath(file, path)) for file in files]
-        for text, files in found.items()
-        if files
-    }
+    newest = sorted(before, key=os.path.getmtime)[-1:]
+    found["the run before this one, of the same name"] = newest
+    # A part of a run is two folders deeper: OUT/EXPERIMENT/NAME/parts/PART.
+    out = path.parents[3] if path.parent.name == "parts" else path.parents[1]
+    found["all runs"] = [out / "index.html"]
+    links = {}
+    for description, files in found.items():
+        if files:
+            links[description] = [quote(os.path.relpath(file, path)) for file in files]
+    return links
 
 
 def check_records(view: View, records: Records) -> None:
-    """Raise ValueError if these are not records of the view's experiment, or none at all."""
+    """Raise ValueError if there are no records, or some are not of the view's experiment."""
     if not records:
         raise ValueError(f"no records to show: {view.name} measured nothing")
     others = {record.experiment for record in records} - {view.name}
@@ -223,21 +281,31 @@ def check_records(view: View, records: Records) -> None:
 
 
 def _draw(view: View, records: Records, path: Path) -> dict[Path, str]:
-    """Draw the view's pictures, once for each machine.
+    """Draw the view's pictures into a folder, once for each machine.
 
-    Returns file → caption of these and of other pictures in the folder.
+    Args:
+        view: view of the records.
+        records: rows.
+        path: folder of the run.
+
+    Returns:
+        File → caption, of these pictures and then of others that are in the folder.
     """
     machines = by_machine(records)
     captions = {}
     for number, (machine, group) in enumerate(machines.items(), 1):
         for name, draw in view.pictures.items():
-            target = path / (
-                name if number == 1 else f"{Path(name).stem}-{number}{Path(name).suffix}"
-            )
+            stem, ending = Path(name).stem, Path(name).suffix
+            caption = stem.replace("_", " ")
+            target = path / name
+            if number > 1:
+                target = path / f"{stem}-{number}{ending}"
+            if len(machines) > 1:
+                caption = f"{caption}, {machine}"
             draw(group, target)
-            if target.exists():
-                of_machine = f", {machine}" if len(machines) > 1 else ""
-                captions[target] = Path(name).stem.replace("_", " ") + of_machine
+            if target.exists():  # a picture without data is not drawn
+                captions[target] = caption
     for other in sorted(path.glob("*.png")):
-        captions.setdefault(other, other.stem.replace("_", " "))
+        if other not in captions:
+            captions[other] = other.stem.replace("_", " ")
     return captions

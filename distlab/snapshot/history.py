@@ -58,17 +58,25 @@ class History:
     reserved: list[tuple[int, int]]
     segments: list[Entry] = field(default_factory=list)
 
-    def peak(self) -> tuple[int, int]:
-        """Return the number of the event at which most bytes are allocated, and these bytes."""
+    def allocated(self) -> list[tuple[int, int]]:
+        """Return (number of the event, allocated bytes from then on) of each change, by event."""
         changes: dict[int, int] = {}
         for block in self.blocks:
             changes[block.start] = changes.get(block.start, 0) + block.bytes
             changes[block.end] = changes.get(block.end, 0) - block.bytes
-        held, most, where = 0, -1, -1
+        held = 0
+        found = []
         # Only the sums after an event matter: a block that is freed by the event at which another
         # one starts does not count together with it.
         for event in sorted(changes):
             held += changes[event]
+            found.append((event, held))
+        return found
+
+    def peak(self) -> tuple[int, int]:
+        """Return the number of the event at which most bytes are allocated, and these bytes."""
+        most, where = -1, -1
+        for event, held in self.allocated():
             if held > most:
                 most, where = held, event
         return where, max(most, 0)

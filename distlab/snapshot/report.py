@@ -22,12 +22,28 @@ MUCH = 0.15  # part of the reserved memory whose waste comes first
 
 
 @dataclass(frozen=True)
+class Finding:
+    """Something to act on.
+
+    Attributes:
+        kind: `growth`, `unused memory` or `the peak`.
+        bytes: bytes that it holds.
+        sentence: what happens where, and what to do.
+    """
+
+    kind: str
+    bytes: int
+    sentence: str
+
+
+@dataclass(frozen=True)
 class DeviceExplanation:
     """Explanation of one device's memory.
 
     Attributes:
         device: number of the device.
         events: number of recorded events; 0 if the program recorded none.
+        peak_event: number of the event of the peak.
         peak_bytes: largest number of allocated bytes in the recording.
         reserved_bytes: bytes that were reserved at that time.
         end_bytes: allocated bytes at the end.
@@ -36,10 +52,13 @@ class DeviceExplanation:
         sites: (line, purpose, bytes, blocks) at the peak, the largest first.
         unused: reserved memory that no tensor uses at the end.
         growth: lines whose memory grows.
+        allocated: (number of the event, allocated bytes from then on), by event.
+        reserved: (number of the event, reserved bytes from then on), by event.
     """
 
     device: int
     events: int
+    peak_event: int
     peak_bytes: int
     reserved_bytes: int
     end_bytes: int
@@ -48,33 +67,55 @@ class DeviceExplanation:
     sites: list[tuple[str, str, int, int]]
     unused: list[Unused]
     growth: list[Growth]
+    allocated: list[tuple[int, int]]
+    reserved: list[tuple[int, int]]
 
-    def advice(self) -> str:
-        """Return the sentence to act on first."""
-        if self.growth:
-            first = self.growth[0]
-            return (
-                f"Memory grows at {first.site}: {_size(first.bytes_per_step)} each of "
-                f"{first.steps} times, {_size(first.bytes)} in all, and none of it is released. "
+    def summary(self) -> str:
+        """Return the peak in one line."""
+        when = f"of {self.events:,} recorded events"
+        if self.events == 0:
+            when = "when the snapshot was taken (nothing was recorded before)"
+        return (
+            f"device {self.device}: peak {size_text(self.peak_bytes)} allocated {when}, "
+            f"{size_text(self.reserved_bytes)} reserved then"
+        )
+
+    def findings(self) -> list[Finding]:
+        """Return what to act on, the most urgent first."""
+        found = []
+        for each in self.growth:
+            sentence = (
+                f"Memory grows at {each.site}: {size_text(each.bytes_per_step)} each of "
+                f"{each.steps} times, {size_text(each.bytes)} in all, and none of it is released. "
                 "Look for a list, a graph or a cache that keeps it."
             )
+            found.append(Finding("growth", each.bytes, sentence))
         wasted = [each for each in self.unused if each.kind not in (FREE, ROUNDED)]
         if wasted and sum(each.bytes for each in wasted) > MUCH * self.end_reserved_bytes:
             first = wasted[0]
             part = 100 * first.bytes / self.end_reserved_bytes
-            return (
-                f"{_size(first.bytes)}, {part:.0f} % of what is reserved, are {first.kind} "
+            sentence = (
+                f"{size_text(first.bytes)}, {part:.0f} % of what is reserved, are {first.kind} "
                 f"({first.places} of them). {first.remedy[0].upper()}{first.remedy[1:]}."
             )
-        if not self.sites:
+            found.append(Finding("unused memory", first.bytes, sentence))
+        if self.sites:
+            site, purpose, size, blocks = self.sites[0]
+            part = 100 * size / max(self.peak_bytes, 1)
+            sentence = (
+                f"At the peak of {size_text(self.peak_bytes)}, the most is held by {site}: "
+                f"{size_text(size)} in {blocks} block{'' if blocks == 1 else 's'}, {part:.0f} % "
+                f"({purpose})."
+            )
+            found.append(Finding("the peak", size, sentence))
+        return found
+
+    def advice(self) -> str:
+        """Return the sentence to act on first."""
+        found = self.findings()
+        if not found:
             return "Nothing is allocated."
-        site, purpose, size, blocks = self.sites[0]
-        part = 100 * size / max(self.peak_bytes, 1)
-        return (
-            f"At the peak of {_size(self.peak_bytes)}, the most is held by {site}: "
-            f"{_size(size)} in {blocks} block{'' if blocks == 1 else 's'}, {part:.0f} % "
-            f"({purpose})."
-        )
+        return found[0].sentence
 
 
 @dataclass(frozen=True)
@@ -109,6 +150,7 @@ def _explained(history: History) -> DeviceExplanation:
     return DeviceExplanation(
         history.device,
         history.count,
+        event,
         peak_bytes,
         history.reserved_at(event),
         sum(block.bytes for block in at_end),
@@ -117,21 +159,16 @@ def _explained(history: History) -> DeviceExplanation:
         by_site(history, event),
         unused(history),
         growing(history),
+        history.allocated(),
+        history.reserved,
     )
 
 
 def _text(device: DeviceExplanation) -> str:
     """Return the terminal's form."""
-    when = f"of {device.events:,} recorded events"
-    if device.events == 0:
-        when = "when the snapshot was taken (nothing was recorded before)"
-    peak = (
-        f"device {device.device}: peak {_size(device.peak_bytes)} allocated {when}, "
-        f"{_size(device.reserved_bytes)} reserved then"
-    )
     parts = [
         textwrap.fill(device.advice(), WIDTH),
-        textwrap.fill(peak, WIDTH),
+        textwrap.fill(device.summary(), WIDTH),
         _purpose_table(device),
         _site_table(device),
     ]
@@ -167,7 +204,12 @@ def _unused_table(device: DeviceExplanation) -> str:
     for each in device.unused:
         size, largest = f"{each.bytes / MIB:,.1f}", f"{each.largest / MIB:,.1f}"
         rows.append((each.kind, size, each.places, largest))
-    titles = (f"unused of {_size(device.end_reserved_bytes)} reserved", "MiB", "places", "largest")
+    titles = (
+        f"unused of {size_text(device.end_reserved_bytes)} reserved",
+        "MiB",
+        "places",
+        "largest",
+    )
     table = tabulate(
         rows, titles, disable_numparse=True, colalign=("left", "right", "right", "right")
     )
@@ -258,7 +300,7 @@ def _change(name: str, before: int, after: int) -> tuple[str, str, str, str]:
     )
 
 
-def _size(size: float) -> str:
+def size_text(size: float) -> str:
     """Return bytes in MiB or GiB."""
     if size >= GIB:
         return f"{size / GIB:.2f} GiB"

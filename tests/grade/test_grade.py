@@ -6,7 +6,9 @@ import pytest
 
 from distlab.grade import Report, Row, grade
 from distlab.grade.hooks import chosen
+from distlab.grade.page import page_view, records_of
 from launch.__main__ import main
+from launch.grade import GradeOptions, show
 
 DOES_NOTHING = """
 import torch.distributed as dist
@@ -85,6 +87,73 @@ def test_a_report_says_what_is_broken_in_each_form():
     assert "b \\| c" in report.markdown()
     assert report.csv_row()["ddp"] == "0/1" and report.csv_row()["fsdp"] == "not handed in"
     assert not report.is_right
+
+
+HOSTILE = """
+def get_ddp_individual_parameters(module):
+    raise RuntimeError("<script>alert(1)</script>\\x1b[31m\\ud800")
+
+
+def get_fsdp(model):
+    raise NotImplementedError
+"""
+
+
+def test_a_page_shows_what_the_submission_says_and_obeys_nothing(tmp_path, capsys):
+    folder = tmp_path / "<script>mine"
+    folder.mkdir()
+    out = tmp_path / "outputs"
+    words = [str(submission(folder, HOSTILE)), "--only", "ddp-individual,fsdp", "--out", str(out)]
+    assert main(["grade", *words]) == 1
+    printed = capsys.readouterr().out
+    (page,) = out.glob("grade/*/report.html")
+    assert printed.splitlines()[-1] == f"report: {page}"
+    assert "0 hold, 2 broken" in (out / "index.html").read_text()
+    text = page.read_text()
+    assert text.index(" are broken") < text.index("<h3>parts</h3>")
+    assert "<h3>ddp-individual</h3>" in text and "<h3>fsdp</h3>" not in text
+    assert "not handed in: " in text
+    for shown in (text, printed):
+        assert "alert(1)" in shown and r"\x1b[31m\ud800" in shown and "\x1b" not in shown
+    assert "<script>alert" not in text and "<script>mine" not in text
+    assert "&lt;script&gt;alert" in text and "&lt;script&gt;mine" in text
+
+
+@pytest.mark.parametrize(
+    "options", [GradeOptions(json=True), GradeOptions(markdown=True), GradeOptions(csv=True)]
+)
+def test_forms_for_programs_write_no_page(options, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report = Report("mine", [Row("ddp", "gradients are the mean", "holds")])
+    show([report], options)
+    assert "report:" not in capsys.readouterr().out
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_the_page_has_a_row_for_each_part_and_a_table_for_each_that_is_handed_in():
+    report = Report(
+        "mine",
+        [
+            Row("ddp", "gradients are the mean", "holds"),
+            Row("ddp", "the order does not matter", "BROKEN", "2 ranks", "x", "a", "b", True),
+            Row("fsdp", "it trains", "not handed in", seen="there is no function get_fsdp"),
+        ],
+    )
+    tables = page_view(report).tables(records_of(report, "cpu"))
+    shown = {}
+    for title, records, columns in tables:
+        titles = [column.title for column in columns]
+        assert len(titles) <= 7
+        shown[title] = [[column.text(record) for column in columns] for record in records]
+    assert shown["parts"] == [
+        ["ddp", "1", "1", "0", "0", "0", ""],
+        ["fsdp", "", "", "", "", "", "not handed in: there is no function get_fsdp"],
+    ]
+    assert shown["ddp"] == [
+        ["gradients are the mean", "holds", "", "", "", ""],
+        ["the order does not matter*", "BROKEN", "2 ranks", "x", "a", "b"],
+    ]
+    assert list(shown) == ["parts", "ddp"]
 
 
 LACKS_FORWARD = """

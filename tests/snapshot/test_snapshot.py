@@ -9,6 +9,15 @@ from pathlib import Path
 import pytest
 
 from distlab.snapshot import explain, read_snapshot
+from distlab.snapshot.page import (
+    BY_LINE,
+    BY_PURPOSE,
+    FINDINGS,
+    GROWTH,
+    SLICES,
+    UNUSED,
+    _line,
+)
 from launch.__main__ import main
 from tests.commands import python
 from tests.snapshot import planted
@@ -150,12 +159,67 @@ def test_the_command_reads_gzip_and_compares(tmp_path, capsys):
         content = {"segments": [], "device_traces": [training(6, leaks)]}
         paths.append(tmp_path / f"{name}.pickle.gz")
         paths[-1].write_bytes(gzip.compress(pickle.dumps(content)))
-    assert main(["memory", str(paths[1]), "--against", str(paths[0])]) == 0
-    shown = capsys.readouterr().out
+    out = tmp_path / "outputs"
+    words = ["memory", str(paths[1]), "--against", str(paths[0]), "--out", str(out)]
+    assert main(words) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    shown = "\n".join(lines)
     assert "memory grows at" in shown and "change" in shown and "+50.0" in shown
-    assert max(map(len, shown.splitlines())) <= 100
-    assert main(["memory", str(paths[1]), "--json"]) == 0
+    assert max(map(len, lines)) <= 100
+    (page,) = out.glob("memory/*/report.html")
+    assert last == f"report: {page}"
+    assert "Memory grows at me/train.py:42" in (out / "index.html").read_text()
+
+
+def test_json_has_everything_and_writes_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    content = {"segments": [], "device_traces": [training(6, True)]}
+    Path("snapshot.pickle").write_bytes(pickle.dumps(content))
+    assert main(["memory", "snapshot.pickle", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["devices"][0]["growth"][0]["times"] == 6
+    assert not Path("outputs").exists()
+
+
+def test_the_page_has_every_table_and_a_picture(tmp_path, capsys):
+    hostile = {**frame(42), "name": "<script>alert(1)</script>\x1b\ud800"}
+    events = training(6)
+    events += [event for i in range(4) for event in [alloc(500 + i, 30, hostile), *training(2)]]
+    gap = segment((10, "active_allocated"), (40, "inactive"))
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps({"segments": [gap], "device_traces": [events, training(3)]}))
+    before = tmp_path / "before.pickle"
+    before.write_bytes(pickle.dumps({"segments": [], "device_traces": [training(6)]}))
+    words = ["memory", str(path), "--against", str(before), "--out", str(tmp_path)]
+    assert main(words) == 0
+    (page,) = tmp_path.glob("memory/*/report.html")
+    text = page.read_text()
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed + text and r"\x1b\ud800" in text
+    advice = printed.splitlines()[0]
+    assert text.index(advice[:40]) < text.index("<table>")
+    for table in (FINDINGS, BY_PURPOSE, BY_LINE):
+        assert f"device 0: {table}</h3>" in text and f"device 1: {table}</h3>" in text
+    assert f"device 0: {UNUSED}</h3>" in text and f"device 0: {GROWTH}</h3>" in text
+    assert "expandable_segments" in text
+    assert (page.parent / "memory.png").exists()
+    assert "<script>alert" not in text and "&lt;script&gt;alert" in text
+
+
+def test_a_snapshot_without_events_has_a_page_without_a_picture(tmp_path):
+    path = tmp_path / "snapshot.pickle"
+    content = {"segments": [segment((40, "inactive"))], "device_traces": []}
+    path.write_bytes(pickle.dumps(content))
+    assert main(["memory", str(path), "--out", str(tmp_path)]) == 0
+    (page,) = tmp_path.glob("memory/*/report.html")
+    assert "Nothing is allocated." in page.read_text() and not list(page.parent.glob("*.png"))
+
+
+def test_a_long_recording_is_drawn_in_slices_that_keep_the_peak():
+    events = 10 * SLICES
+    changes = [(event, 100 if event == 12_345 else event % 7) for event in range(events)]
+    line = _line("allocated", changes, events)
+    assert len(line.x) == SLICES and max(line.y) == 100 / MIB
+    assert line.x[line.y.index(100 / MIB)] == 12_340
 
 
 def line_with(mark):
