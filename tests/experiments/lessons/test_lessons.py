@@ -4,6 +4,7 @@ refused.
 
 import ast
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -47,6 +48,21 @@ def test_tiles_need_not_be_square(m, n, split, fused):
     step = lesson.Step("step", tile, tile, tile, skip=True, split=split, tma=True, fused=fused)
     found = errors_of(step, Shape(1, 1, 1, 64, 64, 16))
     assert found["error"] < 1e-5 and found["grad_error"] < 1e-5, found
+
+
+@ON_CPU
+def test_the_compiled_backward_has_the_gradients_of_attention(monkeypatch):
+    """Traced as one graph. Inductor compiles it in the tests for a GPU."""
+    traced = partial(torch.compile, backend="aot_eager", fullgraph=True)
+    monkeypatch.setattr(torch, "compile", traced)
+    last = attention_steps.staircase(16)[-1]
+    shape = Shape(1, 2, 2, 128, 128, 16)
+    tensors = inputs(shape, "float32", "cpu")
+    steps = {last.name: last}
+    calls = attention_steps.calls_of(attention_steps.COMPILED, shape, tensors, steps)
+    found = attention_steps.check(calls, shape, tensors)
+    # fp32 sums
+    assert "status" not in found and found["error"] < 1e-5 and found["grad_error"] < 1e-5, found
 
 
 @ON_CPU
