@@ -296,12 +296,17 @@ def stacked_bars(
         _legend_above(axes)
 
 
-def _legend_above(axes: Axes) -> None:
-    """Left above the axes; more than five entries take further lines."""
+def _legend_above(axes: Axes, columns: int = 5) -> None:
+    """Draw the legend above the axes, on the left.
+
+    Args:
+        axes: what the legend is of.
+        columns: entries in a line.
+    """
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(0, 1),
-        ncols=5,
+        ncols=columns,
         borderaxespad=0.2,
         handlelength=1.2,
         columnspacing=1.6,
@@ -327,6 +332,8 @@ LANES = {
     "copies": (0, "copies"),
     "communication": (1, "communication, covered by compute"),
     "exposed": (1, "communication, exposed"),
+    "host waits": (2, "host waits"),
+    "host launches": (2, "host launches"),
 }
 
 
@@ -337,21 +344,26 @@ def timeline(
     title: str,
     phases: Mapping[str, Mapping[str, float]] | None = None,
 ) -> None:
-    """Per strategy a compute lane and a communication lane, all on one axis of milliseconds.
+    """Draw the lanes of each strategy's step, all on one axis of milliseconds.
 
     Args:
         path: a ``.png`` (or ``.svg``, ``.pdf``).
         rows: strategy → lane → disjoint intervals ``(start_ms, end_ms)`` from the start of the
             step. Lanes: ``compute`` and ``copies`` (upper row), ``communication`` and, over it in a
-            strong colour, ``exposed``, the part that no compute covers (lower row).
+            strong colour, ``exposed``, the part that no compute covers (lower row). Optionally
+            ``host waits`` and ``host launches`` (a third row). A launch has no length and is drawn
+            as a line.
         phases: strategy → name of a phase → when it begins, in ms. A vertical line marks each.
     """
-    with picture(path, title, 1.3 + 0.78 * len(rows)) as figure:
+    has_host = any("host launches" in content for content in rows.values())
+    pitch = 4 if has_host else 3  # rows of a strategy and a gap
+    with picture(path, title, 1.3 + 0.26 * pitch * len(rows)) as figure:
         axes = figure.add_subplot()
         labelled = set()  # lanes that the legend has
-        for top, (name, content) in zip(range(0, 3 * len(rows), 3), rows.items(), strict=True):
+        tops = range(0, pitch * len(rows), pitch)
+        for top, (name, content) in zip(tops, rows.items(), strict=True):
             for phase, begin in (phases or {}).get(name, {}).items():
-                axes.plot([begin, begin], [top - 0.6, top + 1.5], color=INK, linewidth=0.8)
+                axes.plot([begin, begin], [top - 0.6, top + pitch - 1.5], color=INK, linewidth=0.8)
                 axes.annotate(
                     phase,
                     (begin, top - 0.48),
@@ -363,7 +375,17 @@ def timeline(
                 )
             for lane, (row, legend) in LANES.items():
                 bars = [(start, stop - start) for start, stop in content.get(lane, ())]
-                if bars:
+                if bars and lane == "host launches":
+                    axes.vlines(
+                        [start for start, _ in bars],
+                        top + row - 0.42,
+                        top + row + 0.42,
+                        colors=COLOURS[lane],
+                        linewidth=0.4,
+                        label=None if lane in labelled else legend,
+                    )
+                    labelled.add(lane)
+                elif bars:
                     # No edges and no snapping to pixels: at a thousand kernels per lane both would
                     # falsify the gaps.
                     axes.broken_barh(
@@ -389,12 +411,14 @@ def timeline(
                 )
             if top:
                 axes.axhline(top - 1, color=FAINT, linewidth=0.6)
-        axes.set_yticks([3 * number + 0.5 for number in range(len(rows))], list(rows))
+        axes.set_yticks([top + pitch / 2 - 1 for top in tops], list(rows))
         axes.margins(x=0.01)
-        axes.set(xlabel="time since the start of the step (ms)", ylim=(3 * len(rows) - 1.06, -1.06))
+        axes.set(
+            xlabel="time since the start of the step (ms)", ylim=(pitch * len(rows) - 1.06, -1.06)
+        )
         axes.set_xlim(left=0)
         horizontal(axes)
-        _legend_above(axes)
+        _legend_above(axes, columns=4 if has_host else 5)
 
 
 def memory_areas(path: Path, memory: Any, *, title: str) -> None:
