@@ -246,7 +246,7 @@ def loads(bench: Bench, a: Tensor, tile: Tile, group: int) -> dict[str, float]:
     side = len(a)
     read_bytes = side**3 * (1 / tile.rows + 1 / tile.cols) * a.element_size()
     order = tile_order(side // tile.rows, side // tile.cols, group)
-    return {"read_gb": read_bytes / 1e9, "l2_hit_pct": 100 * l2_hit_share(order, bench.sms)}
+    return {"read_gb": read_bytes / 1e9, "hit_pct": 100 * l2_hit_share(order, bench.sms)}
 
 
 def tiles(bench: Bench) -> None:

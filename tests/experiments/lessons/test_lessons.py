@@ -147,7 +147,7 @@ def test_loads_of_tiles_are_predicted_from_theory(smoke):
     assert [m.get("read_gb") for m in rows] == [65536e-9, 32768e-9, None]
     assert [m["predicted_factor"] for m in rows] == [1, 0.5, None]
     orders = [r.metrics for r in records if r.config["part"] == "tile-order"]
-    assert len(orders) == 6 and all(0 < m["l2_hit_pct"] < 100 for m in orders)
+    assert len(orders) == 6 and all(0 < m["hit_pct"] < 100 for m in orders)
 
 
 @triton.jit
