@@ -48,7 +48,7 @@ CANNOT = {
     r"distlab compare|show RUN|^PYTHONPATH=mine|distlab grade|distlab memory": (
         "needs the reader's own runs, or files"
     ),
-    r"distlab trace (rank0|new/)": "needs the reader's own traces",
+    r"distlab trace (rank0|new/|outputs/)": "needs the reader's own traces",
     r"distlab kernel my_kernels": "needs the reader's own kernel",
     r"distlab kernel examples\.faulty_kernels": "exits with 1, because the kernel is wrong",
     r"^make docs": "installs mkdocs; test_site.py builds the site where it is",

@@ -360,12 +360,17 @@ def _text_of(bar: Sequence[float | str | None], given_total: float | None) -> st
     return "n/a"
 
 
-def _legend_above(axes: Axes) -> None:
-    """Put the legend above the axes on the left. More than five entries take further lines."""
+def _legend_above(axes: Axes, columns: int = 5) -> None:
+    """Draw the legend above the axes, on the left.
+
+    Args:
+        axes: what the legend is of.
+        columns: entries in a line.
+    """
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(0, 1),
-        ncols=5,
+        ncols=columns,
         borderaxespad=0.2,
         handlelength=1.2,
         columnspacing=1.6,
@@ -397,6 +402,8 @@ LANES = {
     "copies": (0, "copies"),
     "communication": (1, "communication, covered by compute"),
     "exposed": (1, "communication, exposed"),
+    "host waits": (2, "host waits"),
+    "host launches": (2, "host launches"),
 }
 
 
@@ -407,46 +414,53 @@ def timeline(
     title: str,
     phases: Mapping[str, Mapping[str, float]] | None = None,
 ) -> None:
-    """Draw two rows of intervals for each strategy, all on one axis of milliseconds.
+    """Draw two or three rows of intervals for each strategy, all on one axis of milliseconds.
 
-    The upper row is compute, the lower one communication.
+    The upper row is compute, the next one communication, the third one the host, if it is given.
 
     Args:
         path: a ``.png`` (or ``.svg``, ``.pdf``).
         rows: strategy → lane → disjoint intervals ``(start_ms, end_ms)`` from the start of the
             step. Lanes: ``compute`` and ``copies`` (upper row), ``communication`` and, over it in a
-            strong colour, ``exposed``, the part that no compute covers (lower row).
+            strong colour, ``exposed``, the part that no compute covers (lower row). Optionally
+            ``host waits`` and ``host launches`` (third row). A launch has no length and is drawn as
+            a line.
         title: text above the axes.
         phases: strategy → name of a phase → ms at which it begins. A vertical line marks each.
     """
-    with picture(path, title, 1.3 + 0.78 * len(rows)) as figure:
+    has_host = any("host launches" in content for content in rows.values())
+    pitch = 4 if has_host else 3  # rows of a strategy and a gap
+    with picture(path, title, 1.3 + 0.26 * pitch * len(rows)) as figure:
         axes = figure.add_subplot()
         labelled: set[str] = set()  # lanes that the legend has
-        for number, (name, content) in enumerate(rows.items()):
-            top = 3 * number  # two rows for each strategy, and one between them
+        tops = range(0, pitch * len(rows), pitch)
+        for top, (name, content) in zip(tops, rows.items(), strict=True):
             if phases is not None:
-                _draw_phases(axes, top, phases.get(name, {}))
+                _draw_phases(axes, top, top + pitch - 1.5, phases.get(name, {}))
             _draw_lanes(axes, top, content, labelled)
             if top > 0:
                 axes.axhline(top - 1, color=FAINT, linewidth=0.6)
-        axes.set_yticks([3 * number + 0.5 for number in range(len(rows))], list(rows))
+        axes.set_yticks([top + pitch / 2 - 1 for top in tops], list(rows))
         axes.margins(x=0.01)
-        axes.set(xlabel="time since the start of the step (ms)", ylim=(3 * len(rows) - 1.06, -1.06))
+        axes.set(
+            xlabel="time since the start of the step (ms)", ylim=(pitch * len(rows) - 1.06, -1.06)
+        )
         axes.set_xlim(left=0)
         horizontal(axes)
-        _legend_above(axes)
+        _legend_above(axes, columns=4 if has_host else 5)
 
 
-def _draw_phases(axes: Axes, top: int, begins: Mapping[str, float]) -> None:
+def _draw_phases(axes: Axes, top: int, bottom: float, begins: Mapping[str, float]) -> None:
     """Draw a vertical line with a name where each phase of a strategy begins.
 
     Args:
         axes: axes to draw on.
         top: place of the strategy's upper row.
+        bottom: where the lines end.
         begins: name of the phase → ms at which it begins.
     """
     for phase, begin in begins.items():
-        axes.plot([begin, begin], [top - 0.6, top + 1.5], color=INK, linewidth=0.8)
+        axes.plot([begin, begin], [top - 0.6, bottom], color=INK, linewidth=0.8)
         axes.annotate(
             phase,
             (begin, top - 0.48),
@@ -476,6 +490,19 @@ def _draw_lanes(
         bars = [(start, stop - start) for start, stop in content.get(lane, ())]
         if not bars:
             continue
+        label = None if lane in labelled else legend
+        labelled.add(lane)
+        if lane == "host launches":
+            starts = [start for start, _ in bars]
+            axes.vlines(
+                starts,
+                top + row - 0.42,
+                top + row + 0.42,
+                colors=COLOURS[lane],
+                linewidth=0.4,
+                label=label,
+            )
+            continue
         # No edges and no snapping to pixels: at a thousand kernels per lane both would falsify the
         # gaps.
         axes.broken_barh(
@@ -484,9 +511,8 @@ def _draw_lanes(
             facecolors=COLOURS[lane],
             linewidth=0,
             snap=False,
-            label=None if lane in labelled else legend,
+            label=label,
         )
-        labelled.add(lane)
     if not content.get("communication"):
         axes.annotate(
             "no communication",

@@ -52,6 +52,8 @@ COLOURS = {
     "overhead of communication": VERMILLION,
     "optimizer": ORANGE,
     "copies": PURPLE,
+    "host waits": YELLOW,
+    "host launches": INK,
     "forward": SKY,
     "backward": BLUE,
     "matrix products": BLUE,

@@ -13,11 +13,15 @@ registers, shared memory, and places for warps and blocks. The scarcest decides 
 resident. Resident warps hide latency: while one waits for memory, another computes. The last wave
 of a grid may fill an SM only in part.
 
+The order of a matmul's tiles decides which strips of its inputs the programs of one wave share, and
+so the share of their loads that the L2 can serve.
+
 Allocation rules of compute capability 8.0 to 10.0 (CUDA C++ Programming Guide; CUDA Occupancy
 Calculator): registers per warp in units of 256, warps in groups of 4, shared memory in units of 128
 bytes plus 1 KiB per block for the system.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distlab.hardware import GPUSpec
@@ -198,3 +202,50 @@ def wave_quantisation(blocks: int, sms: int, blocks_per_sm: int = 1) -> Waves:
         last=blocks - (waves - 1) * places,
         efficiency=blocks / (waves * places),
     )
+
+
+def tile_order(row_tiles: int, col_tiles: int, group: int) -> list[tuple[int, int]]:
+    """Return the tiles of a matmul's result, (row, column), in the order of their programs.
+
+    Groups of rows of tiles are walked one after the other, each column by column.
+
+    Args:
+        row_tiles: rows of tiles.
+        col_tiles: columns of tiles.
+        group: rows of tiles in a group. 1 is row order.
+
+    Raises:
+        ValueError: a number below one.
+    """
+    at_least_one(row_tiles=row_tiles, col_tiles=col_tiles, group=group)
+    order = []
+    for first in range(0, row_tiles, group):
+        rows = range(first, min(first + group, row_tiles))
+        for col in range(col_tiles):
+            for row in rows:
+                order.append((row, col))
+    return order
+
+
+def l2_hit_share(order: Sequence[tuple[int, int]], concurrent: int) -> float:
+    """Return the share of a matmul's loads that the L2 serves.
+
+    Each tile reads a strip of a and a strip of b. The tiles of one wave advance through the depth
+    together: the first to ask for a piece of a strip fetches it from memory, and the others find it
+    in the L2. Between waves nothing is kept, since the strips of a deep matmul do not fit.
+
+    Args:
+        order: (row, column) of each tile, as from `tile_order`.
+        concurrent: number of tiles of a wave.
+
+    Raises:
+        ValueError: no tiles, or a number below one.
+    """
+    at_least_one(tiles=len(order), concurrent=concurrent)
+    fetched = 0
+    for start in range(0, len(order), concurrent):
+        wave = order[start : start + concurrent]
+        rows = {row for row, _ in wave}
+        cols = {col for _, col in wave}
+        fetched += len(rows) + len(cols)
+    return 1 - fetched / (2 * len(order))

@@ -13,7 +13,7 @@ from typing import Any
 
 from distlab.files import AnyPath
 from distlab.measure.trace.account import StepAccount, lanes
-from distlab.measure.trace.intervals import Interval
+from distlab.measure.trace.intervals import Interval, intersect
 from distlab.measure.trace.reader import read_trace
 from distlab.measure.trace.stream import Progress
 from distlab.text import for_terminal
@@ -55,6 +55,26 @@ class TopKernel:
     name: str
     ms: float
     count: float
+
+
+def _host_lanes(rank: RankSteps, window: Interval) -> dict[str, list[Interval]]:
+    """Return the host's lanes of a step's timeline. Empty without a GPU, where the host computes.
+
+    A launch is an interval without length.
+    """
+    if not rank.trace.on_gpu:
+        return {}
+    begin, end = window
+    launches = []
+    for event in rank.trace.events:
+        if event.launched_ms is not None and begin <= event.launched_ms < end:
+            launches.append((event.launched_ms - begin, event.launched_ms - begin))
+    waits = []
+    for span in rank.trace.host:
+        if span.role in ("synchronisation", "item"):
+            waits.append((span.start_ms, span.end_ms))
+    waits_of_step = [(start - begin, stop - begin) for start, stop in intersect(waits, [window])]
+    return {"host waits": waits_of_step, "host launches": launches}
 
 
 @dataclass
@@ -181,7 +201,7 @@ class Explanation:
             if number in rank.steps:
                 step = rank.steps[number]
                 label = f"rank {rank.rank}\n{step.account.step_ms:.2f} ms"
-                found[label] = lanes(step.events, step.window)
+                found[label] = lanes(step.events, step.window) | _host_lanes(rank, step.window)
         return number, found
 
     def samples(self) -> dict[str, list[float]]:

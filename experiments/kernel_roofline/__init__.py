@@ -10,8 +10,9 @@
 
 Each operation in each direction × (ours, naive: plain torch one kernel at a time, builtin: torch's
 own, compile: the naive form through torch.compile, template: of matmuls, the best of Inductor's
-Triton templates with cuBLAS left out, liger and torchao: Liger Kernel's, and of the linear layer in
-fp8 torchao's, where they are installed; quack and cce, QuACK's norms and losses and Apple's Cut
+Triton templates with cuBLAS left out, max-autotune: two operations by torch.compile in this mode,
+liger and torchao: Liger Kernel's, and of the linear layer in fp8 torchao's, where they are
+installed; quack and cce, QuACK's norms and losses and Apple's Cut
 Cross-Entropy, have rows only where they are installed). Wall: the time of a call in a loop, as a
 model calls it, and the host's part of it. Device: the time of a CUDA graph's replay with the L2
 flushed before it;
@@ -238,7 +239,7 @@ class Row:
 
     def measure(self) -> dict[str, dict[str, Any]]:
         """Variant → metrics."""
-        if not {"compile", "template", "torchao"}.isdisjoint(self.found):
+        if not {"compile", "template", "max-autotune", "torchao"}.isdisjoint(self.found):
             # not between the two: captured graphs launch what either compiled
             torch.compiler.reset()
         try:
@@ -380,6 +381,10 @@ def build(case: Case, variant: str) -> Function:
     variants = case.operation.variants
     if variant in variants:
         return variants[variant]
+    if variant == "max-autotune":
+        # Every form is captured in a CUDA graph of ours, so Inductor must not make its own.
+        mode = "max-autotune-no-cudagraphs"
+        return torch.compile(case.operation.plain, dynamic=False, mode=mode)
     options = TEMPLATES if variant == "template" else None
     return torch.compile(case.operation.plain, dynamic=False, options=options)
 

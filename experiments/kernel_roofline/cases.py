@@ -27,6 +27,7 @@ VARIANTS = (
     "builtin",
     "compile",
     "template",
+    "max-autotune",
     "liger",
     "torchao",
     "quack",
@@ -69,6 +70,21 @@ def cases(small: bool = False) -> list["Case"]:
         Case(
             name="layer_norm_one_dtype",
             make=layer_norm_one_dtype,
+            shape=(8192, 4096),
+            tiny=(4, 64),
+            directions=("fwd",),
+        ),
+        # left to Inductor, which tries more launch parameters if it is asked to
+        Case(
+            name="subtract_mean",
+            make=subtract_mean,
+            shape=(8192, 4096),
+            tiny=(4, 64),
+            directions=("fwd",),
+        ),
+        Case(
+            name="norm_plus_input",
+            make=norm_plus_input,
             shape=(8192, 4096),
             tiny=(4, 64),
             directions=("fwd",),
@@ -234,7 +250,8 @@ class Case:
 class Operation:
     """One operation at one size: inputs, variants and the least work.
 
-    A variant is a function of the inputs. `compile` and `template` are made from the naive form.
+    A variant is a function of the inputs. `compile`, `template` and `max-autotune` are made from
+    the naive form.
 
     Args:
         inputs: descriptions of the inputs, in order.
@@ -255,6 +272,7 @@ class Operation:
         traffic_factor: direction → bytes that our kernel moves over the least bytes, where it
             knowingly moves more.
         templates: True if Inductor has Triton templates for it: it has them for single matmuls.
+        autotuned: True if Inductor is also asked to try more launch parameters.
         random: True if results are random. They are then not compared with float64.
         stateful: True if the tensors it works on are its own, not its inputs. It is then neither
             compiled, captured in a CUDA graph, compared with float64 nor predicted.
@@ -277,6 +295,7 @@ class Operation:
     compute_bound: bool = False
     traffic_factor: Mapping[str, float] = dataclasses.field(default_factory=dict)
     templates: bool = False
+    autotuned: bool = False
     random: bool = False
     stateful: bool = False
     tolerance: float | None = None
@@ -315,6 +334,8 @@ class Operation:
             return self.plain is not None
         if variant == "template":
             return self.templates
+        if variant == "max-autotune":
+            return self.autotuned
         return variant in self.variants
 
     def cost(self, direction: str) -> Cost:
@@ -528,6 +549,51 @@ def layer_norm_one_dtype(shape: Shape, dtype: torch.dtype) -> Operation:
         return torch.addcmul(bias, normalized, weight)
 
     return dataclasses.replace(layer_norm(shape, dtype), naive=naive, liger=None)
+
+
+def subtract_mean(shape: Shape, dtype: torch.dtype) -> Operation:
+    """Each row minus its mean: a reduction that is broadcast. There is no kernel of ours."""
+
+    def naive(x: Tensor) -> Tensor:
+        wide = reference.wide(x)
+        return (wide - wide.mean(-1, keepdim=True)).to(x.dtype)
+
+    def builtin(x: Tensor) -> Tensor:
+        return x - x.mean(-1, keepdim=True)
+
+    return Operation(
+        inputs=[Normal(shape, mean=1.0)],
+        naive=naive,
+        builtin=builtin,
+        forward_cost=_read_and_written(shape, dtype, flops_per_element=2),
+        autotuned=True,
+    )
+
+
+def norm_plus_input(shape: Shape, dtype: torch.dtype) -> Operation:
+    """RMSNorm of x without a weight, plus x itself. There is no kernel of ours."""
+
+    def naive(x: Tensor) -> Tensor:
+        wide = reference.wide(x)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+        return (wide * scale + wide).to(x.dtype)
+
+    def builtin(x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], eps=1e-5) + x
+
+    return Operation(
+        inputs=[Normal(shape)],
+        naive=naive,
+        builtin=builtin,
+        forward_cost=_read_and_written(shape, dtype, flops_per_element=4),
+        autotuned=True,
+    )
+
+
+def _read_and_written(shape: Shape, dtype: torch.dtype, flops_per_element: int) -> Cost:
+    """Return the least work of an operation that reads x once and writes a result of its shape."""
+    count = math.prod(shape)
+    return Cost(flops_per_element * count, 2 * count * dtype.itemsize)
 
 
 def rms_norm(shape: Shape, dtype: torch.dtype) -> Operation:

@@ -568,6 +568,27 @@ def forward(step: Step, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     return o, lse2
 
 
+def whole_matrix_backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse2: Tensor, do: Tensor
+) -> tuple[Tensor, ...]:
+    """Return (dq, dk, dv) by the formula with T × T matrices, for `torch.compile`.
+
+    The forward saved no T × T matrix. This backward builds S, P, dP and dS in memory: the compiler
+    fuses what stands between the matmuls, but no matmul into the next one.
+    """
+    length, head_dim = q.shape[1:]
+    scale = head_dim**-0.5
+    s = (q @ k.mT).float() * (scale * LOG2_E)
+    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    # P from the saved log-sum-exp, as in the kernels: without a maximum or a sum.
+    p = torch.exp2(s - lse2[..., None]).masked_fill(hidden, 0.0)
+    dv = p.to(do.dtype).mT @ do
+    dp = (do @ v.mT).float()
+    delta = (do.float() * o.float()).sum(-1, keepdim=True)
+    ds = (p * (dp - delta)).to(q.dtype)
+    return scale * (ds @ k), scale * (ds.mT @ q), dv
+
+
 def backward(
     step: Step, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse2: Tensor, do: Tensor
 ) -> tuple[Tensor, ...]:

@@ -9,8 +9,8 @@
 Seven kernels in Triton, each the one before with one thing changed (read `_lesson_attention.py`
 next to this table): 16 × 16 tiles; full tiles, which the tensor cores of a Hopper GPU want; masked
 tiles skipped; the diagonal in a loop of its own; tuned tiles; tensor descriptors; the backward in
-one pass. Around them, in the same rounds: attention as in the formula, the shipped kernels and
-torch's own.
+one pass. Around them, in the same rounds: attention as in the formula, the shipped kernels,
+torch's own, and the last step's forward with the formula's backward under `torch.compile`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,13 @@ from distlab.experiment import (
 from distlab.measure import attempt, clock, sample_rounds
 from distlab.report import noise_of, prediction_error, sparse_column, stacked_bars
 from experiments._attention import Shape, build, exact, inputs
-from experiments.lessons._lesson_attention import Step, Tile, backward, forward
+from experiments.lessons._lesson_attention import (
+    Step,
+    Tile,
+    backward,
+    forward,
+    whole_matrix_backward,
+)
 from kernels._dispatch import check_runs
 
 FULL = Tile(64, 64)
@@ -62,6 +68,7 @@ TUNED = {
 # tiles of the backward in one pass, by head dim
 ONE_PASS = {16: Tile(32, 32), 32: FULL, 64: FULL, 128: Tile(64, 64, 8)}
 NAIVE = "as in the formula"
+COMPILED = "compiled backward"
 OTHERS = {NAIVE: "naive", "shipped": "ours", "sdpa-flash": "sdpa-flash", "sdpa-cudnn": "sdpa-cudnn"}
 # of the largest value; a GPU's fp32 steps are TF32
 TOLERANCE = {"float32": 4e-3, "float16": 4e-3, "bfloat16": 4e-2}
@@ -120,6 +127,9 @@ def calls_of(
     """
     if name in steps:
         return _calls_of_step(steps[name], tensors)
+    if name == COMPILED:
+        last_step = [*steps.values()][-1]
+        return _calls_of_compiled(last_step, tensors)
     q, k, v, do = tensors
     attention = build(OTHERS[name], shape, q.device.type)
     o = attention(q, k, v)
@@ -138,6 +148,18 @@ def _calls_of_step(step: Step, tensors: Sequence[Tensor]) -> Calls:
         return forward(step, q, k, v)[0]
 
     return {"fwd": output, "bwd": partial(backward, step, q, k, v, o, lse2, do)}
+
+
+def _calls_of_compiled(step: Step, tensors: Sequence[Tensor]) -> Calls:
+    """Return `calls_of` a step's forward with the formula's backward under `torch.compile`."""
+    q, k, v, do = (x.detach()[0] for x in tensors)
+    o, lse2 = forward(step, q, k, v)
+    compiled = torch.compile(whole_matrix_backward, dynamic=False)
+
+    def output() -> Tensor:
+        return forward(step, q, k, v)[0]
+
+    return {"fwd": output, "bwd": partial(compiled, q, k, v, o, lse2, do)}
 
 
 def check(calls: Calls, shape: Shape, tensors: Sequence[Tensor]) -> Metrics:
@@ -176,7 +198,8 @@ def _measure_shape(
     config: AttentionStepsConfig, context: RankContext, run: Run, head_dim: int, length: int
 ) -> None:
     """Add the rows of one head dim and length, unless all are there."""
-    others = tuple(OTHERS) if context.device.type == "cuda" else (NAIVE,)
+    # The compiled row is the last: `build` of the others resets the compiler.
+    others = (*OTHERS, COMPILED) if context.device.type == "cuda" else (NAIVE,)
     steps = {step.name: step for step in staircase(head_dim)}
     names = [*steps, *others]
     if all(run.done(name, head_dim=head_dim, length=length) for name in names):

@@ -5,6 +5,7 @@ pictures.
 import dataclasses
 import re
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -125,6 +126,28 @@ def test_templates_are_a_peer_of_single_products(monkeypatch):
         asked[0]["options"]["max_autotune_gemm_backends"] == "TRITON"
         and asked[1]["options"] is None
     )
+
+
+def test_two_operations_are_also_autotuned(monkeypatch):
+    autotuned = [c.name for c in rows.cases() if c.operation.has("max-autotune")]
+    assert autotuned == ["subtract_mean", "norm_plus_input"]
+    traced = partial(torch.compile, backend="aot_eager", fullgraph=True)
+    asked = []
+
+    def compile_like(function, *, dynamic, mode=None, options=None):
+        asked.append(mode)
+        return traced(function)
+
+    monkeypatch.setattr(torch, "compile", compile_like)
+    x = 1 + torch.randn(4, 64)
+    expected = {
+        "subtract_mean": x - x.mean(1, keepdim=True),
+        "norm_plus_input": x / (x.square().mean(1, keepdim=True) + 1e-5).sqrt() + x,
+    }
+    for name, result in expected.items():
+        for variant in ("naive", "builtin", "compile", "max-autotune"):
+            torch.testing.assert_close(build(case_named(name), variant)(x), result)
+    assert asked == [None, "max-autotune-no-cudagraphs"] * 2
 
 
 def test_torchaos_layer_multiplies_by_the_weight_that_it_is_given(monkeypatch):

@@ -107,6 +107,16 @@ def test_timeline_has_a_row_per_strategy_and_says_when_nothing_was_sent(tmp_path
     assert "ms" in axes.get_xlabel() and axes.get_xlim()[0] == 0 and axes.get_xlim()[1] >= 14
 
 
+def test_timeline_shows_the_host_below_the_device(tmp_path, drawn):
+    rows = {"rank 0": {"compute": [(4, 9)], "host waits": [(9, 10)], "host launches": [(1, 1)]}}
+    timeline(tmp_path / "timeline.png", rows, title="One step")
+    axes = drawn[0].axes[0]
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == ["compute", "host waits", "host launches"]
+    (launch,) = axes.collections[-1].get_segments()
+    assert [tuple(point) for point in launch] == [(1.0, 1.58), (1.0, 2.42)]
+
+
 def test_measured_points_take_the_colour_of_their_line(tmp_path, drawn):
     series = [
         # a low end above the point draws no bar below it

@@ -17,7 +17,14 @@ from distlab.theory.fusion import (
     chip_bytes,
     transformer_block,
 )
-from distlab.theory.gpu import Roofline, occupancy, roofline, wave_quantisation
+from distlab.theory.gpu import (
+    Roofline,
+    l2_hit_share,
+    occupancy,
+    roofline,
+    tile_order,
+    wave_quantisation,
+)
 from distlab.theory.warp_access import (
     bank_conflicts,
     swizzle,
@@ -139,3 +146,16 @@ def test_the_advisor_proposes_the_kernels_of_this_labs_block():
         left = {d.operator: d for d in plan.decisions if d.action == "leave"}
         assert all("less than 1.5" in left[name].reason for name in ("add2", "rope"))
         assert "with norm2, which follows" in left["add1"].reason
+
+
+def test_square_waves_share_most():
+    """Of 16 tiles at once, 4 × 4 fetch 8 strips for 32 loads, and 1 × 16 fetch 17."""
+    assert l2_hit_share(tile_order(16, 16, 4), 16) == 1 - 8 / 32
+    assert l2_hit_share(tile_order(16, 16, 1), 16) == 1 - 17 / 32
+    assert l2_hit_share(tile_order(16, 16, 4), 1) == 0
+
+
+def test_hits_of_a_record_are_computed_again():
+    """8192³ in tiles of 128 × 256 on 132 multiprocessors: `records/tuning/h200-all.json`."""
+    hits = [100 * l2_hit_share(tile_order(64, 32, group), 132) for group in (1, 4, 16)]
+    assert hits == [85.595703125, 84.8388671875, 89.16015625]

@@ -34,6 +34,21 @@ def test_a_healthy_run_has_no_finding(tmp_path):
     assert explanation.ranks[0].mean.overlap_pct == pytest.approx(100)
 
 
+def test_the_timeline_has_the_launches_and_waits_of_the_host(tmp_path):
+    def step(writer, begin):
+        handmade.layers(writer, begin, 15, 29, launched=14)
+        writer.span("cuda_runtime", "cudaStreamSynchronize", begin + 2, begin + 5)
+
+    explanation = explain_traces(gpu_run(tmp_path, step))
+    _, rows = explanation.worst()
+    for lanes in rows.values():
+        assert lanes["host waits"] == [(pytest.approx(2), pytest.approx(5))]
+        # each kernel is launched once, and drawn on the device's row later
+        assert len(lanes["host launches"]) > 1
+        assert all(14 <= start < 15 and start == end for start, end in lanes["host launches"])
+        assert lanes["compute"][0][0] >= 15
+
+
 def test_a_straggler_is_named_with_the_part_in_which_it_falls_behind(tmp_path):
     found = explain_traces(gpu_run(tmp_path, handmade.straggler)).findings[0]
     assert (found.rank, found.late_rank, found.behind) == (0, 1, "compute of the forward")

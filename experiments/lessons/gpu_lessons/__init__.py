@@ -37,8 +37,12 @@ multiple of the bytes that it moves:
 - saved: what GeLU's backward needs, stored by forward or computed again.
 - warps: RMSNorm of long rows by 1 to 32 warps: registers, spills, time.
 - operands: 2 to 32 tensors combined by one kernel: registers, time.
+- tiles: a matmul in tiles of 16 × 16 to 128 × 256, with the bytes that they read.
+- tile-order: the tiles of a matmul row by row, and in groups of rows, with the share of loads that
+  the L2 should serve.
 - keys: a matmul under `triton.autotune`, with every key that its best tile depends on, and with one
   key only.
+- backward-keys: the same of attention's dK and dV. The missing key is the head dim.
 - cuda-add, cuda-softmax, cuda-matmul, cuda-attention: in Triton, in CUDA C++ (`cuda.py`) and by
   torch: lines, time.
 
@@ -168,6 +172,8 @@ VIEW = View(
         Column("metrics.in_flight_kib", "KiB under way", ",.0f", missing=""),
         Column("metrics.registers", "registers", missing=""),
         Column("metrics.spill_bytes", "spilled", missing=""),
+        Column("metrics.read_gb", "GB read by tiles", ",.1f", missing=""),
+        Column("metrics.hit_pct", "predicted L2 hits %", ".1f", missing=""),
         Column("metrics.same_bits", "same bits", missing=""),
         Column("metrics.predicted_ms", "predicted µs", ",.1f", scale=1000, missing=""),
         prediction_error("predicted_factor", "factor", "off % of ÷ first"),
@@ -211,9 +217,14 @@ VIEW = View(
     "only; of programs for one row each many are resident, and others run while one waits.\n\n"
     "prologues: that f(x) is not written and read again is paid by computing it for every 128 "
     "columns, where the matmul waits for it: a fusion that loses.\n\n"
+    "tiles: a tile of R × C reads R + C values for R · C products, so small tiles wait for the L2. "
+    "From some size on, the arithmetic decides. tile-order: the tiles that run at the same time "
+    "share strips of a and of b. One row of tiles shares a strip of a and needs every strip of "
+    "b.\n\n"
     "keys: a tuner tries its tiles once for each value of its keys. Both tuners here first see a "
     "matmul of the same rows and few columns. With the rows as the only key, the choice for few "
-    "columns is kept.\n\n"
+    "columns is kept. backward-keys: both tuners first see heads of 32. A program keeps dK and dV "
+    "of its keys in registers, and for 128 keys of heads of 128 four warps have too few.\n\n"
     "saved: six tensors moved, or five. operands: K tensors and the result. warps: a thread has at "
     "most 255 registers; what is more goes to memory, and comes back.\n\n"
     "cuda: lines are those of a kernel and of the functions that it calls, without comments and "
@@ -231,6 +242,8 @@ VIEW = View(
         "in_flight_kib",
         "registers",
         "spill_bytes",
+        "read_gb",
+        "hit_pct",
         "same_bits",
         "predicted_ms",
         "factor_error_pct",

@@ -1,6 +1,7 @@
 """One computation in several forms: which is faster, and why?"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -8,12 +9,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distlab.theory.gpu import l2_hit_share, tile_order
+from experiments.lessons import _lesson_attention as attention
 from experiments.lessons import _lesson_forms as kernels
-from kernels import rmsnorm
+from kernels import matmul, rmsnorm
 from kernels._dispatch import forced, interpreted, launch, triton
 from kernels._rows import Launch, sum_columns
 
 from .lesson_bench import Bench
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tile of a matmul's result, and the warps of its program."""
+
+    rows: int
+    cols: int
+    warps: int
+
+
+TILES = (Tile(16, 16, 1), Tile(32, 32, 2), Tile(64, 64, 4), Tile(128, 128, 8), Tile(128, 256, 8))
 
 
 def size(gpu: int, small: int) -> int:
@@ -202,6 +217,82 @@ def operands(bench: Bench) -> None:
         bench.form("operands", f"{count} tensors", partial(computed, count), exact, (count + 1) / 3)
 
 
+def tiled(a: Tensor, b: Tensor, y: Tensor, tile: Tile, group: int) -> Tensor:
+    """Fill y with a b by a program per tile, in groups of rows of tiles."""
+    side = len(a)
+    launch(
+        matmul.grouped_kernel,
+        (side // tile.rows * (side // tile.cols),),
+        a,
+        b,
+        None,
+        y,
+        side,
+        side,
+        side,
+        *a.stride(),
+        *b.stride(),
+        y.stride(0),
+        BIAS=False,
+        EPILOGUE=None,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.cols,
+        BLOCK_K=size(64, 32),
+        GROUP=group,
+        PRECISION="ieee",
+        num_warps=tile.warps,
+        num_stages=3,
+    )
+    return y
+
+
+def loads(bench: Bench, a: Tensor, tile: Tile, group: int) -> dict[str, float]:
+    """Return what theory counts of a square matmul's loads.
+
+    A program reads a strip of a and a strip of b: rows + cols values for rows · cols products.
+    """
+    side = len(a)
+    read_bytes = side**3 * (1 / tile.rows + 1 / tile.cols) * a.element_size()
+    order = tile_order(side // tile.rows, side // tile.cols, group)
+    return {"read_gb": read_bytes / 1e9, "hit_pct": 100 * l2_hit_share(order, bench.sms)}
+
+
+def tiles(bench: Bench) -> None:
+    """Compare a square matmul in small and large tiles, in groups of 8 rows of tiles.
+
+    Predicted is the ratio of the bytes that all tiles read, from memory or the L2.
+    """
+    a, b = normal(bench, 2, size(8192, 64), size(8192, 64))
+    y, exact = torch.empty_like(a), a.double() @ b.double()
+    first = loads(bench, a, TILES[0], 8)["read_gb"]
+    for tile in TILES[: size(len(TILES), 2)]:
+        counted = loads(bench, a, tile, 8)
+        bench.form(
+            "tiles",
+            f"tiles of {tile.rows} × {tile.cols}",
+            partial(tiled, a, b, y, tile, 8),
+            exact,
+            counted["read_gb"] / first,
+            counted,
+        )
+    bench.form("tiles", "torch", partial(torch.mm, a, b), exact)
+
+
+def tile_orders(bench: Bench) -> None:
+    """Compare orders of a square matmul's tiles: row by row, and in groups of rows."""
+    a, b = normal(bench, 2, size(8192, 64), size(8192, 64))
+    y, exact = torch.empty_like(a), a.double() @ b.double()
+    tile = TILES[size(-1, 0)]
+    for group in (1, 2, 4, 8, 16, 32):
+        bench.form(
+            "tile-order",
+            "row order" if group == 1 else f"groups of {group} rows",
+            partial(tiled, a, b, y, tile, group),
+            exact,
+            counted=loads(bench, a, tile, group),
+        )
+
+
 def keys(bench: Bench) -> None:
     """Compare a square matmul under `triton.autotune` with all of its keys, and with one.
 
@@ -235,6 +326,76 @@ def keys(bench: Bench) -> None:
     bench.form("keys", "torch", partial(torch.mm, x, w), exact)
 
 
+def backward_keys(bench: Bench) -> None:
+    """Compare dK of wide heads under `triton.autotune` with all of its keys, and with one.
+
+    Both tuners first see narrow heads of the same length. With the length as its only key, a tuner
+    takes their tile for the wide heads, whose dK and dV need more registers.
+    """
+    heads, length = size(8, 1), size(4096, 64)
+    narrow, wide = size(32, 16), size(128, 32)
+    queries_keys = ((16, 32),) if interpreted() else ((64, 128), (128, 64), (64, 64), (32, 64))
+    configs = [
+        triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=4, num_stages=2)
+        for m, n in queries_keys
+    ]
+    square = attention.Tile(size(64, 16), size(64, 16))
+    step = attention.Step("", square, square, square, skip=True, split=True)
+
+    def made(head_dim: int) -> list[Tensor]:
+        """Return q, k, v, dO, the log-sum-exp, Δ, and outputs for dK and dV."""
+        q, k, v, do = normal(bench, 4, heads, length, head_dim)
+        o, lse2 = attention.forward(step, q, k, v)
+        delta = (o.float() * do.float()).sum(-1)
+        return [q, k, v, do, lse2, delta, torch.empty_like(k), torch.empty_like(v)]
+
+    def computed(tuner: Any, tensors: list[Tensor]) -> Tensor:
+        q, k, v, do, lse2, delta, dk, dv = tensors
+        head_dim = q.shape[-1]
+        scale = head_dim**-0.5
+
+        def grid(chosen: dict[str, int]) -> tuple[int, int]:
+            return length // chosen["BLOCK_N"], heads
+
+        tuner[grid](
+            q,
+            k,
+            v,
+            do,
+            None,
+            None,
+            lse2,
+            delta,
+            None,
+            None,
+            dk,
+            dv,
+            length,
+            scale,
+            scale * attention.LOG2_E,
+            SKIP=True,
+            SPLIT=True,
+            TMA=False,
+            FUSED=False,
+            ATOMIC=False,
+            D=head_dim,
+        )
+        return dk
+
+    narrow_heads, wide_heads = made(narrow), made(wide)
+    q, k, v, do = (x.double().requires_grad_() for x in wide_heads[:4])
+    # torch fuses it only for four dimensions, and never in float64
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    (exact,) = torch.autograd.grad(o, k, do.detach())
+    for names in (("length", "D"), ("length",)):
+        tuner = triton.autotune(configs, key=list(names))(attention.dkdv_kernel)
+        computed(tuner, narrow_heads)
+        computed(tuner, wide_heads)
+        tile = tuner.best_config.kwargs
+        variant = f"{', '.join(names)}: {tile['BLOCK_M']} queries × {tile['BLOCK_N']} keys"
+        bench.form("backward-keys", variant, partial(computed, tuner, wide_heads), exact)
+
+
 FORMS: dict[str, Callable[[Bench], None]] = {
     "sums": sums,
     "variance": variance,
@@ -244,5 +405,8 @@ FORMS: dict[str, Callable[[Bench], None]] = {
     "saved": saved,
     "warps": warps,
     "operands": operands,
+    "tiles": tiles,
+    "tile-order": tile_orders,
     "keys": keys,
+    "backward-keys": backward_keys,
 }

@@ -75,6 +75,7 @@ class Bench:
         call: Callable[[], Tensor],
         exact: Tensor,
         factor: float | None = None,
+        counted: dict[str, float] | None = None,
     ) -> None:
         """Add a row of one way to compute something.
 
@@ -85,6 +86,7 @@ class Bench:
             exact: result in float64.
             factor: ratio of the bytes or multiplications to those of the part's first row. None if
                 they are not counted.
+            counted: further metrics of the row that theory counts.
         """
 
         def measured() -> dict[str, Any]:
@@ -102,7 +104,8 @@ class Bench:
                     metrics["spill_bytes"] = max(each["spill_bytes"] for each in used)
             return metrics | self.time(call)
 
-        self.run.add(variant, {"predicted_factor": factor} | attempt(measured), part=part)
+        known = {"predicted_factor": factor} | (counted or {})
+        self.run.add(variant, known | attempt(measured), part=part)
 
 
 def checked(error: float, tolerance: float) -> dict[str, Any]:

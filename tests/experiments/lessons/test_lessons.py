@@ -4,18 +4,22 @@ refused.
 
 import ast
 import itertools
+from functools import partial
 
 import pytest
 import torch
 
 from distlab.experiment import lone_context
 from distlab.hardware import H100_SXM
+from distlab.theory.gpu import tile_order
 from experiments._attention import Shape, inputs
 from experiments.lessons import _lesson_attention as lesson
 from experiments.lessons import attention_steps, gpu_lessons, ir
 from experiments.lessons._lesson_kernels import reread_kernel
 from experiments.lessons.gpu_lessons.kernel_forms import FORMS
 from kernels import _dispatch
+from kernels._dispatch import tl, triton
+from kernels.matmul import grouped_tile
 from tests.commands import ROOT, python
 from tests.experiments.frame import measured
 
@@ -47,6 +51,21 @@ def test_tiles_need_not_be_square(m, n, split, fused):
     step = lesson.Step("step", tile, tile, tile, skip=True, split=split, tma=True, fused=fused)
     found = errors_of(step, Shape(1, 1, 1, 64, 64, 16))
     assert found["error"] < 1e-5 and found["grad_error"] < 1e-5, found
+
+
+@ON_CPU
+def test_the_compiled_backward_has_the_gradients_of_attention(monkeypatch):
+    """Traced as one graph. Inductor compiles it in the tests for a GPU."""
+    traced = partial(torch.compile, backend="aot_eager", fullgraph=True)
+    monkeypatch.setattr(torch, "compile", traced)
+    last = attention_steps.staircase(16)[-1]
+    shape = Shape(1, 2, 2, 128, 128, 16)
+    tensors = inputs(shape, "float32", "cpu")
+    steps = {last.name: last}
+    calls = attention_steps.calls_of(attention_steps.COMPILED, shape, tensors, steps)
+    found = attention_steps.check(calls, shape, tensors)
+    # fp32 sums
+    assert "status" not in found and found["error"] < 1e-5 and found["grad_error"] < 1e-5, found
 
 
 @ON_CPU
@@ -119,6 +138,30 @@ def test_every_form_of_a_computation_is_right(smoke):
     assert {part for part, _ in rows} == set(FORMS)
     assert {case: m["status"] for case, m in rows.items() if m["status"] != "ok"} == {}
     assert rows["variance", "squares"]["error"] > 30 * rows["variance", "Welford"]["error"]
+
+
+def test_loads_of_tiles_are_predicted_from_theory(smoke):
+    records, _ = smoke("gpu_lessons")
+    rows = [r.metrics for r in records if r.config["part"] == "tiles"]
+    # 64³ in fp16: 16 × 16 tiles read 1/16 + 1/16 values for each product, 32 × 32 half of that
+    assert [m.get("read_gb") for m in rows] == [65536e-9, 32768e-9, None]
+    assert [m["predicted_factor"] for m in rows] == [1, 0.5, None]
+    orders = [r.metrics for r in records if r.config["part"] == "tile-order"]
+    assert len(orders) == 6 and all(0 < m["hit_pct"] < 100 for m in orders)
+
+
+@triton.jit
+def numbered_kernel(out_ptr, row_tiles, col_tiles, GROUP: tl.constexpr):
+    """Write each program's number into its tile."""
+    row, col = grouped_tile(tl.program_id(0), row_tiles, col_tiles, GROUP)
+    tl.store(out_ptr + row * col_tiles + col, tl.program_id(0))
+
+
+@ON_CPU
+def test_theorys_order_of_tiles_is_the_kernels():
+    out = torch.full((5, 3), -1, dtype=torch.int32)
+    numbered_kernel[(15,)](out, 5, 3, GROUP=2)
+    assert [out[place].item() for place in tile_order(5, 3, 2)] == list(range(15))
 
 
 def test_a_form_that_is_wrong_or_changes_is_called_so(tmp_path, monkeypatch):
