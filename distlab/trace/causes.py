@@ -21,12 +21,12 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distlab.measure.trace.intervals import Cover, Interval
 from distlab.measure.trace.kernels import short_kernel_name
-from distlab.measure.trace.reader import Event
+from distlab.measure.trace.reader import Event, HostSpan
 from distlab.trace.ranks import Message, RankStep, RankSteps
 
 STRAGGLER = "straggler"
@@ -44,6 +44,7 @@ HOST = "host-bound"
 PYTHON = "between operators"
 UNKNOWN = "unknown"
 CONTENTION = "contention"
+LAUNCHING = "launching work"  # part of the step in which a late rank's device waits for its host
 
 FINDING_PCT = 5.0  # share of a step from which on a cause is a finding
 # A kernel that begins so soon after its launch found an idle device: launching takes 3 to 10 µs,
@@ -196,7 +197,7 @@ def findings(ranks: Sequence[RankSteps]) -> tuple[list[Finding], list[Blame]]:
                     communication = why_exposed(message, step, host, behind, small_bytes)
                     exposed += communication
                     found += communication
-            found += why_idle(step, host)
+            found += why_idle(step, host, small_bytes)
         # Straggler findings are kept apart by the rank that is late, since each needs another
         # remedy.
         for blame in found:
@@ -204,10 +205,13 @@ def findings(ranks: Sequence[RankSteps]) -> tuple[list[Finding], list[Blame]]:
     means = {rank.rank: rank.mean.step_ms for rank in ranks}
     steps = {rank.rank: len(rank.steps) for rank in ranks}
     listed = []
+    cost_ms: dict[tuple[str, int], float] = {}  # cause, rank → ms of its average step
     for (cause, late_rank), by_rank in totals.items():
         # The ms of an average step, since ranks may have recorded different numbers of steps.
         sums = {r: sum(blame.ms for blame in blames) / steps[r] for r, blames in by_rank.items()}
         rank = max(sums, key=sums.get)
+        if late_rank is None:
+            cost_ms |= {(cause, r): ms for r, ms in sums.items()}
         # The detail with the most ms speaks for the whole finding, not the most frequent one.
         details, reasons = Counter(), Counter()
         for blame in by_rank[rank]:
@@ -224,8 +228,27 @@ def findings(ranks: Sequence[RankSteps]) -> tuple[list[Finding], list[Blame]]:
             behind=reasons.most_common(1)[0][0],
         )
         listed.append(finding)
-    listed.sort(key=lambda finding: -finding.ms)
-    return listed, exposed
+    return sorted(listed, key=lambda finding: _place(finding, cost_ms)), exposed
+
+
+def _place(finding: Finding, cost_ms: Mapping[tuple[str, int], float]) -> tuple[float, bool]:
+    """Return the key by which findings are sorted: the largest first.
+
+    If a rank is late because its host is, the reason on that rank comes before the wait for it,
+    which it explains.
+
+    Args:
+        finding: finding to place.
+        cost_ms: (cause, rank) → ms of the average step, for all causes except stragglers.
+    """
+    ms = finding.ms
+    is_wait = finding.cause == STRAGGLER
+    if is_wait:
+        cause = HOST if finding.behind == LAUNCHING else finding.behind
+        reason_ms = cost_ms.get((cause, finding.late_rank), 0.0)
+        if reason_ms >= 0.5 * ms:
+            ms = min(ms, reason_ms)
+    return -ms, is_wait
 
 
 def latency_bytes(ranks: Sequence[RankSteps]) -> float:
@@ -300,8 +323,8 @@ class Host:
         place = min(bisect_left(ends, (start + end) / 2), len(spans) - 1)
         return spans[place].name
 
-    def waited_until(self, role: str, interval: Interval) -> str | None:
-        """Return the name of a span of a role that the beginning of an interval ended, else None.
+    def waited_until(self, role: str, interval: Interval) -> HostSpan | None:
+        """Return the span of a role that the beginning of an interval ended, or None.
 
         The span must have begun before. Reading a value that is on the host already also is an
         `aten::item`, and begins and ends inside the interval.
@@ -312,7 +335,18 @@ class Host:
         # kernels.
         place = bisect_left(ends, begin - GAP_MS)
         if place < len(spans) and spans[place].start_ms < begin and ends[place] <= end:
-            return spans[place].name
+            return spans[place]
+        return None
+
+    def wait_before(self, interval: Interval) -> tuple[str, HostSpan] | None:
+        """Return the wait for the device that ended as an interval began, and its cause, or None.
+
+        The device ran empty while the host waited for it.
+        """
+        for role in (ITEM, SYNCHRONISATION):
+            span = self.waited_until(role, interval)
+            if span is not None:
+                return role, span
         return None
 
     def reason(self, interval: Interval) -> tuple[str, str] | None:
@@ -327,12 +361,8 @@ class Host:
                 return role, self.name_in(role, interval)
         if not self.on_gpu:
             return None  # the host computes, so it never waits for a device
-        # The device ran empty while the host waited for it. The wait ends when the interval begins.
-        for role in (ITEM, SYNCHRONISATION):
-            name = self.waited_until(role, interval)
-            if name is not None:
-                return role, name
-        return None
+        waited = self.wait_before(interval)
+        return None if waited is None else (waited[0], waited[1].name)
 
 
 def why_exposed(
@@ -387,26 +417,58 @@ def _own_cause(event: Event, step: RankStep, host: Host, small_bytes: float) -> 
     return DEPENDENCY, about
 
 
-def why_idle(step: RankStep, host: Host) -> list[Blame]:
-    """Return the causes of the idle intervals of a step."""
+def why_idle(step: RankStep, host: Host, small_bytes: float) -> list[Blame]:
+    """Return the causes of the idle intervals of a step, which add up to its idle time.
+
+    A host that waits for the device loses its lead over it, which is as long as the wait. Until the
+    device has idled for as long, the wait is also the cause of intervals in which the host is late.
+    """
     found = []
-    cause = HOST if host.on_gpu else PYTHON
+    usual_cause = HOST if host.on_gpu else PYTHON
+    lost: tuple[str, HostSpan] | None = None  # the last wait
+    lost_ms = 0.0  # of the lead that it cost, what the device has not idled yet
     for begin, end in step.idle.intervals:
+        ms = end - begin
         reason = host.reason((begin, end))
-        following = step.after(end)
         if reason is not None:
-            found.append(Blame(reason[0], end - begin, reason[1]))
-        elif following is None:
-            found.append(Blame(cause, end - begin, "at the end of the step"))
+            found.append(Blame(reason[0], ms, reason[1]))
+            waited = host.wait_before((begin, end))
+            if waited is not None:
+                lost = waited
+                lost_ms = lost[1].end_ms - lost[1].start_ms - ms
+            continue
+        following = step.after(end)
+        if following is None:
+            cause, about = usual_cause, "at the end of the step"
         elif following.launched_ms is not None and following.launched_ms < begin:
             # It was in the queue before the device became idle.
-            found.append(Blame(UNKNOWN, end - begin, _kernel_or_copy(following)))
-        elif following.kind == "communication" and host.on_gpu:
-            found.append(Blame(LATE, end - begin, named(following)))
+            found.append(Blame(UNKNOWN, ms, _kernel_or_copy(following)))
+            continue
+        elif host.on_gpu and _prepares_small_message(following, step, small_bytes):
+            cause, about = SMALL, named(step.communication_from(end).event)
+        elif host.on_gpu and following.kind == "communication":
+            cause, about = LATE, named(following)
         else:
-            about = f"before {following.operator or _kernel_or_copy(following)}"
-            found.append(Blame(cause, end - begin, about))
+            cause, about = usual_cause, f"before {following.operator or _kernel_or_copy(following)}"
+        if lost is not None and lost_ms > 0:
+            owed_ms = min(ms, lost_ms)
+            found.append(Blame(lost[0], owed_ms, lost[1].name))
+            lost_ms -= owed_ms
+            ms -= owed_ms
+        if ms > 0:
+            found.append(Blame(cause, ms, about))
     return found
+
+
+def _prepares_small_message(event: Event, step: RankStep, small_bytes: float) -> bool:
+    """Return whether an event is a small message, or FSDP2's copies for one."""
+    if event.kind != "communication" and not (event.operator or "").startswith("fsdp::"):
+        return False
+    message = step.communication_from(event.start_ms)
+    if message is None:
+        return False
+    size = message.event.collective.size_bytes
+    return size is not None and size < small_bytes
 
 
 def contention(rank: RankSteps) -> list[Blame]:
@@ -493,6 +555,6 @@ class Behind:
         times["copies"] = step.copies.length(begin, end)
         for start, stop in step.idle.within(begin, end):
             reason = host.reason((start, stop))
-            name = "launching work" if reason is None else reason[0]
+            name = LAUNCHING if reason is None else reason[0]
             times[name] = times.get(name, 0.0) + stop - start
         return times

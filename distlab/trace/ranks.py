@@ -128,6 +128,15 @@ class RankStep:
         place = bisect_left(starts, moment - _TINY_MS)
         return events[place] if place < len(events) else None
 
+    def communication_from(self, moment: float) -> Message | None:
+        """Return the first communication of the step that begins at a moment or later, or None."""
+        place = bisect_left(self._message_starts, moment - _TINY_MS)
+        return self.messages[place] if place < len(self.messages) else None
+
+    @functools.cached_property
+    def _message_starts(self) -> list[float]:
+        return [message.event.start_ms for message in self.messages]
+
     @functools.cached_property
     def _starts(self) -> list[float]:
         return [event.start_ms for event in self.events]

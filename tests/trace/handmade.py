@@ -52,7 +52,7 @@ class Writer:
             f"kernel of {operator}", launch, start, end, operator=operator, grid=[grid, 1, 1]
         )
 
-    def all_reduce(self, launch, start, end, elements=10_000_000):
+    def all_reduce(self, launch, start, end, elements=10_000_000, ctas=16):
         self.sequence += 1
         self.launched(
             "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
@@ -61,6 +61,7 @@ class Writer:
             end,
             tid=20,
             operator="record_param_comms",
+            grid=[ctas, 1, 1],
             **{
                 "Collective name": "allreduce",
                 "In msg nelems": elements,
@@ -158,6 +159,14 @@ def small_messages(writer, begin):
     optimizer(writer, begin, 28, 29.9)
 
 
+def one_cta(writer, begin):
+    """Add a step with an all-reduce that has one multiprocessor, and so takes long."""
+    layers(writer, begin, 0.1, 10)
+    layers(writer, begin, 10, 20, operator="MmBackward0", launched=0.5)
+    writer.all_reduce(begin + 1, begin + 14, begin + 28, ctas=1)
+    optimizer(writer, begin, 28, 29.9)
+
+
 def blocking_wait(writer, begin):
     """Add a step in which the host waits for each of four all-reduces."""
     for number in range(4):
@@ -209,6 +218,7 @@ CAUSES = {
     "straggler": straggler,
     "item": item_per_layer,
     "small messages": small_messages,
+    "one CTA": one_cta,
     "blocking wait": blocking_wait,
     "data loading": slow_loader,
     "garbage collection": garbage,

@@ -208,3 +208,55 @@ def test_time_grows_linearly_with_the_events(tmp_path):
 )
 def test_a_kernel_is_named_without_its_types(name, short):
     assert short_kernel_name(name) == short
+
+
+def test_a_host_that_lost_its_lead_by_a_wait_is_late_because_of_it(tmp_path):
+    def wait_then_late(writer, begin):
+        handmade.layers(writer, begin, 0.1, 5)
+        writer.span("cpu_op", "aten::item", begin + 2, begin + 5.01)  # waits for 3 ms
+        for at in (6, 8, 10, 12):  # 1 ms of work and 1 ms of waiting for the host, in turn
+            handmade.layers(writer, begin, at, at + 1, launched=at - 0.02)
+        handmade.layers(writer, begin, 13, 29.95, launched=12.1)
+
+    found = explain_traces(gpu_run(tmp_path, wait_then_late)).findings
+    by_cause = {finding.cause: finding.ms for finding in found}
+    # Four gaps of 1 ms. The wait has cost a lead of 3.01 ms.
+    assert by_cause["item"] == pytest.approx(3.01, abs=0.02)
+    assert by_cause["host-bound"] == pytest.approx(0.99 + 0.15, abs=0.02)
+
+
+def test_launching_small_messages_counts_as_their_cost(tmp_path):
+    def launched_one_by_one(writer, begin):
+        handmade.layers(writer, begin, 0.1, 18)
+        for number in range(100):
+            at = begin + 18.05 + 0.1 * number
+            writer.all_reduce(at - 0.02, at, at + 0.05, 25_000)
+        handmade.layers(writer, begin, 28, 29.95, launched=18)
+
+    found = explain_traces(gpu_run(tmp_path, launched_one_by_one)).findings[0]
+    assert found.cause == "small messages"
+    assert found.ms == pytest.approx(10, abs=0.1)  # 5 ms of messages, 5 ms of launching them
+
+
+@pytest.mark.parametrize("is_launching_late", [True, False])
+def test_what_makes_a_rank_late_comes_before_the_wait_for_it(tmp_path, is_launching_late):
+    def late_rank(writer, begin):
+        end = 16 if writer.rank == 1 else 10
+        if writer.rank == 0:
+            handmade.layers(writer, begin, 0.1, 10)
+        elif is_launching_late:
+            for at in range(10):  # launched 0.5 ms after the one before has ended
+                first = 1.6 * at + 0.5
+                handmade.layers(writer, begin, first, first + 1.1, ms=1.1, launched=first - 0.02)
+        else:
+            handmade.layers(writer, begin, 0.1, 16, ms=1.59)
+        writer.all_reduce(begin + 1, begin + end, begin + 18)
+        handmade.layers(writer, begin, 18, 29.9, launched=16.5)
+
+    found = explain_traces(gpu_run(tmp_path, late_rank)).findings
+    causes = [finding.cause for finding in found[:2]]
+    if is_launching_late:
+        assert causes == ["host-bound", "straggler"]
+        assert found[0].rank == found[1].late_rank == 1
+    else:
+        assert causes[0] == "straggler"
