@@ -168,7 +168,7 @@ ODD_ROWS = {
 
 @pytest.mark.parametrize("name", ODD_ROWS)
 def test_an_odd_row_is_refused_with_its_files_name(tmp_path, capsys, name):
-    good = read_json(ROOT / "records/ddp_bench/h100x2-large-batch16.json")
+    good = read_json(ROOT / "records/ddp_bench/h200x2-large-compiled.json")
     path = tmp_path / f"{name}.json"
     write_json(
         [dataclasses.replace(row, metrics=row.metrics | ODD_ROWS[name]) for row in good], path
@@ -180,7 +180,7 @@ def test_an_odd_row_is_refused_with_its_files_name(tmp_path, capsys, name):
 
 def test_a_row_of_0_ms_is_shown(tmp_path, capsys):
     """It divided by zero."""
-    good = read_json(ROOT / "records/ddp_bench/h100x2-large-batch16.json")
+    good = read_json(ROOT / "records/ddp_bench/h200x2-large-compiled.json")
     zero = {"step_p50_ms": 0.0, "step_samples_ms": None}
     write_json(
         [dataclasses.replace(row, metrics=row.metrics | zero) for row in good],
