@@ -1,0 +1,112 @@
+"""Hold `distlab check` against right wrappers of random models: it must accuse none.
+
+    python -m tests.check_fuzz --seeds 500 --ranks 2
+
+The models are those of `tests.fuzz`: trees of layers and containers, ties, frozen parts, parameters
+read elsewhere. Each seed has one strategy in turn. What a strategy refuses, or cannot be compared,
+is counted apart. Exits with 1 if a right wrapper is accused.
+"""
+
+import argparse
+import re
+import sys
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distlab.bench.task import own_task
+from distlab.check import check
+from distlab.check.judge import NothingToCompare
+from distlab.parallel import get_strategy
+from distlab.testing import run_ranks
+from tests.fuzz import LENGTH, VOCABULARY, Root, as_allowed, generate, is_refusal, tensors_in
+
+STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
+BATCH = 3  # examples
+AT_ONCE = 20  # seeds for which the ranks are asked together
+ACCUSED = "ACCUSED"
+
+
+def strategy_of(seed: int) -> str:
+    """Return the name of the strategy that a seed is for."""
+    return STRATEGIES[seed % len(STRATEGIES)]
+
+
+def random_model(seed: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Return a factory's three parts for the random model of a seed."""
+    case = as_allowed(generate(seed), strategy_of(seed))
+
+    def batch(size: int, generator: torch.Generator) -> Tensor:
+        if case.tokens:
+            return torch.randint(VOCABULARY, (size, LENGTH), generator=generator)
+        return torch.randn(size, LENGTH, case.width, generator=generator).to(dtype)
+
+    def loss(model: nn.Module, inputs: Tensor) -> Tensor:
+        losses = []
+        for place, output in enumerate(tensors_in(model(inputs))):
+            target = torch.full_like(output, 0.3 + 0.1 * place)
+            losses.append(F.smooth_l1_loss(output, target))
+        return torch.stack(losses).sum()
+
+    return Root(case, case.seed).to(dtype), batch, loss
+
+
+def __getattr__(name: str) -> Any:
+    """Return the factory `model_SEED`, which ranks look up by its name."""
+    found = re.fullmatch(r"model_(\d+)", name)
+    if found is None:
+        raise AttributeError(name)
+    return partial(random_model, int(found[1]), torch.float32)
+
+
+def judge(context: Any, seeds: range) -> list[tuple[str, str]]:
+    """Return for each seed the outcome in a word or two, and what was said. Runs on every rank."""
+    outcomes = []
+    for seed in seeds:
+        name = strategy_of(seed)
+        case = as_allowed(generate(seed), name)
+        try:
+            task = own_task(f"{__name__}:model_{seed}", BATCH)
+            verdict = check(context, task, get_strategy(name))
+        except NothingToCompare as error:
+            outcomes.append(("nothing to compare", str(error)))
+        except (ValueError, RuntimeError) as error:
+            # ZeRO-1 cuts a parameter in the order of its memory, which then cannot be put together.
+            is_known = is_refusal(case, name, str(error)) or "row-major order" in str(error)
+            outcomes.append(("refused" if is_known else "error", str(error)))
+        else:
+            said = "; ".join(finding.signature for finding in verdict.findings)
+            outcomes.append(("right" if verdict.right else ACCUSED, said))
+    return outcomes
+
+
+def main() -> int:
+    """Check the models of all seeds. Return 1 if a right wrapper is accused."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--first", type=int, default=0, help="first seed")
+    parser.add_argument("--seeds", type=int, default=500, help="number of seeds")
+    parser.add_argument("--ranks", type=int, default=2)
+    options = parser.parse_args()
+    totals: Counter[str] = Counter()
+    end = options.first + options.seeds
+    for first in range(options.first, end, AT_ONCE):
+        seeds = range(first, min(first + AT_ONCE, end))
+        for seed, (outcome, said) in zip(
+            seeds, run_ranks(judge, options.ranks, seeds, deadline_s=600.0)[0], strict=True
+        ):
+            totals[outcome] += 1
+            if outcome in (ACCUSED, "error"):
+                print(f"seed {seed}, {strategy_of(seed)}: {outcome}: {said[:300]}", flush=True)
+    print(", ".join(f"{count} {outcome}" for outcome, count in totals.most_common()))
+    return int(totals[ACCUSED] > 0)
+
+
+if __name__ == "__main__":
+    # As an imported module, whose functions the rank processes know by name.
+    from tests import check_fuzz
+
+    sys.exit(check_fuzz.main())
