@@ -171,6 +171,28 @@ def differences(runs: Sequence[SavedRun]) -> list[str]:
     return found
 
 
+def other_set_up(old: SavedRun, new: SavedRun) -> list[str]:
+    """List why results of two runs cannot be compared: another machine, or rows of other options.
+
+    An option with a list of values says which rows there are. It changes no row, so it is left out.
+    """
+    found = []
+    if _machine(old) != _machine(new):
+        found.append(f"{_machine(old)} → {_machine(new)}")
+    old_rows, new_rows = _keyed([old, new])
+    differing = {}  # name of the option → sentence
+    for key, before in old_rows.items():
+        if key not in new_rows:
+            continue
+        now = new_rows[key].config
+        for name, value in before.config.items():
+            # An option that one of the runs lacks came or went with a version of the code.
+            is_same = name not in now or plain(now[name]) == plain(value)
+            if not is_same and not isinstance(value, list):
+                differing[name] = f"option {name}: {shown(value)} → {shown(now[name])}"
+    return [*found, *differing.values()]
+
+
 def findings(rows: Records) -> list[str]:
     """Report rows that differ beyond noise, rows that moved together, and rows that are missing."""
     by_verdict = grouped(rows, lambda row: row.metrics["verdict"])

@@ -40,6 +40,17 @@ def write_page(
     return write(VIEW, records, folder)
 
 
+def result(records: Records) -> str:
+    """Return the numbers of inputs that are right, refused and wrong, for the list of runs."""
+    inputs = records[0].metrics
+    counts = f"{inputs['right']} right, {inputs['refused']} refused, {inputs['wrong']} wrong"
+    for record in records:
+        # Timed sizes are larger, so a kernel may be wrong there alone.
+        if record.variant == "yours" and "WRONG" in str(record.metrics.get("status")):
+            return f"{counts}, WRONG when timed"
+    return counts
+
+
 def _sentences(report: Report, timing: Timing) -> list[str]:
     """Return the verdict and what is remarkable, a sentence each."""
     first, *_ = str(report).splitlines()

@@ -31,7 +31,12 @@ from distlab.text import for_terminal
 from launch.registry import ROOT, experiments, load
 
 # Command that is no experiment → module whose function `result` words the result of its records.
-WORDED_BY = {"grade": "distlab.grade.page", "memory": "distlab.snapshot.page"}
+WORDED_BY = {
+    "grade": "distlab.grade.page",
+    "kernel": "launch.kernel_page",
+    "memory": "distlab.snapshot.page",
+    "trace": "distlab.trace.page",
+}
 MOST_RUNS = 20  # that are listed
 CANNOT_TELL = 3  # exit code of a comparison whose noise hides what it was asked for
 

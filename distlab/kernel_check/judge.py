@@ -108,7 +108,8 @@ def guarded_outcome(case: Case, device: torch.device, work: Callable[[], Outcome
         outcome = Outcome(case, "wrong", wrong.kind, wrong.detail)
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        detail = f"{type(error).__name__}: {lines[0][:200]}"
+        # An error without a message is its name alone, without a colon.
+        detail = f"{type(error).__name__}: {lines[0][:200]}".rstrip(": ")
         outcome = Outcome(case, "refused", "raises", detail)
     if not works(device):
         detail = outcome.detail or "it returned, and then every call of the GPU failed"

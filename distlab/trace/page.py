@@ -8,7 +8,9 @@ from pathlib import Path
 
 from distlab.compare import SavedRun, compared, view_of
 from distlab.measure.interleaved import percentiles
-from distlab.report import Column, Record, View, text_column, timeline
+from distlab.report import Column, Record, Records, View, text_column, timeline
+from distlab.report.provenance import command
+from distlab.trace.causes import FINDING_PCT, UNKNOWN
 from distlab.trace.explanation import Explanation, parts_of
 
 NAME = "trace"
@@ -21,7 +23,7 @@ _ABSENT_MS = 1e-3
 
 def records_of(explanation: Explanation) -> list[Record]:
     """Return the rows of all tables of the page."""
-    environment = {"device_name": _device(explanation)}
+    environment = {"device_name": _device(explanation), "command": command()}
     found = []
 
     def add(part: str, variant: str, metrics: dict) -> None:
@@ -94,6 +96,18 @@ def page_view(explanation: Explanation) -> View:
         prediction="None: this accounts for what was traced.",
         noise="A profiler makes steps longer, above all on the host.",
     )
+
+
+def result(records: Records) -> str:
+    """Return the largest cause of lost time, for the list of runs."""
+    for record in records:  # the largest cause comes first
+        is_cause = record.config["part"] == CAUSES and record.variant != UNKNOWN
+        if is_cause and record.metrics["pct"] >= FINDING_PCT:
+            return (
+                f"{record.variant}, {record.metrics['ms']:.2f} ms per step "
+                f"({record.metrics['pct']:.0f} %)"
+            )
+    return f"no cause of lost time takes {FINDING_PCT:g} % of the step"
 
 
 def against(old: Explanation, new: Explanation) -> tuple[list[Record], View]:

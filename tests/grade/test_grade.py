@@ -201,5 +201,7 @@ def test_only_what_the_submission_itself_leaves_out_is_not_handed_in(tmp_path):
     rows = {row.invariant: row.status for row in report.of_part("rmsnorm-pytorch")}
     assert rows["powers of two: forward"] == "holds", report
     assert rows["powers of two: backward"] == "not handed in", report
+    seen = {row.invariant: row.seen for row in report.of_part("rmsnorm-pytorch")}
+    assert seen["powers of two: backward"] == "NotImplementedError"  # and no colon after it
     assert rows["the gradient of x by hand"] == "not handed in", report
     assert not report.is_right

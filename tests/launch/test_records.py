@@ -4,15 +4,18 @@ twice.
 
 import json
 import shlex
+import subprocess
 import tomllib
 
 import pytest
 
 from distlab.options import given
+from distlab.report import write_json
 from launch import __main__ as command_line
 from launch import records, registry
 from launch.__main__ import main
 from launch.registry import ROOT, load
+from tests.runs.cases import MACHINE, record
 
 SMALL = """
 [here]
@@ -45,14 +48,20 @@ def test_every_record_has_the_name_of_a_case_that_renews_it():
     assert not {path for path in found if path[:-5].partition("/")[2] not in known}
 
 
-def test_a_record_is_measured_once_per_commit_and_within_the_minutes(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def small_manifest(tmp_path, monkeypatch):
     manifest = tmp_path / "manifest.toml"
     manifest.write_text(SMALL)
     monkeypatch.setattr(records, "MANIFEST", manifest)
-    monkeypatch.setattr(records, "RUNS", tmp_path / "runs")
     monkeypatch.setattr(
         records, "cases", lambda machine, known=records.cases: known(machine, manifest)
     )
+
+
+def test_a_record_is_measured_once_per_commit_and_within_the_minutes(
+    tmp_path, monkeypatch, capsys, small_manifest
+):
+    monkeypatch.setattr(records, "RUNS", tmp_path / "runs")
     monkeypatch.setenv("GIT_DIR", str(tmp_path))  # no repository: the commit is the one given
     command = [
         "records",
@@ -66,16 +75,168 @@ def test_a_record_is_measured_once_per_commit_and_within_the_minutes(tmp_path, m
         "5",
     ]
     assert main(command) == 0
-    said = capsys.readouterr().err
-    assert "left: predict/here-long, 30 minutes" in said
+    said = capsys.readouterr()
+    assert "left: predict/here-long, 30 minutes" in said.err
+    assert said.out.endswith("\nNew records: predict/here-first.\n")
     record = tmp_path / "predict" / "here-first.json"
     assert json.loads(record.read_text())["headers"][0]["commit"] == "a" * 40
     made = record.stat().st_mtime_ns
     assert main(command) == 0 and record.stat().st_mtime_ns == made
-    assert "here-first" not in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "here-first" not in said.err and said.out == ""
     command[4] = "b" * 40  # a later commit's run does not go on with that of an earlier one
     assert main(command) == 0
     assert json.loads(record.read_text())["headers"][0]["commit"] == "b" * 40
+    assert capsys.readouterr().out.startswith("Nothing moved beyond noise. Rows compared: ")
+
+
+NAMES = [
+    "ddp_bench/here-xl-batch2",
+    "ddp_bench/here-xl-batch2-sharded",
+    "ddp_bench/here-xl-batch2-hybrid",
+    "memory_breakdown/here-xl-batch2",
+    "memory_breakdown/here-all",
+]
+
+
+@pytest.mark.parametrize(
+    "words, indices",
+    [
+        ([], [0, 1, 2, 3, 4]),
+        (["ddp_bench"], [0, 1, 2]),
+        (["xl-batch2"], [0, 3]),
+        (["ddp_bench/xl-batch2"], [0]),
+        (["here-xl-batch2"], [0, 3]),
+        (["ddp_bench/here-xl-batch2"], [0]),
+        (["xl-batch2-*"], [1, 2]),
+        (["ddp_*/xl-batch2"], [0]),
+        (["here-*"], [0, 1, 2, 3, 4]),
+        (["all", "xl-batch2-hybrid"], [2, 4]),
+    ],
+)
+def test_a_word_names_records_exactly_or_by_a_pattern(words, indices):
+    assert records.chosen(NAMES, words, "here") == [NAMES[index] for index in indices]
+
+
+@pytest.mark.parametrize("word", ["batch2", "xl-batch", "bench/xl-batch2", "xl-*/bench"])
+def test_a_part_of_a_name_is_no_name(word):
+    with pytest.raises(ValueError, match="is called so; --list names them"):
+        records.chosen(NAMES, ["all", word], "here")
+
+
+def save(folder, name, *rows):
+    """Write a record, given its name and its rows."""
+    file = records.file_of(name, folder)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(rows, file)
+
+
+@pytest.fixture
+def report_of(tmp_path, capsys, monkeypatch):
+    """Return the lines of the report on records that a test saved in `before` and `after`."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def lines(*names):
+        records.say_moved(names, tmp_path / "before", tmp_path / "after")
+        found = capsys.readouterr().out.splitlines()
+        assert all(len(line) <= 100 for line in found)
+        return found
+
+    return lines
+
+
+def test_the_report_has_a_row_for_each_row_that_moved_beyond_noise(tmp_path, report_of):
+    before, after = tmp_path / "before", tmp_path / "after"
+    quiet = {"noise_pct": 1.0}
+    long = "a row with a name of so many words that no table of 100 columns holds it in one line"
+    rows = [("slow", 11.0), ("fast", 9.0), ("still", 10.1), (long, 12.5)]
+    save(before, "bench/here-a", *[record(name, 10.0, **quiet) for name, _ in rows])
+    save(after, "bench/here-a", *[record(name, ms, **quiet) for name, ms in rows])
+    save(before, "rates/here-b", record("a", None, tokens_per_s=1.0e6, **quiet))
+    save(after, "rates/here-b", record("a", None, tokens_per_s=1.5e6, **quiet))
+    lines = report_of("bench/here-a", "rates/here-b")
+    assert lines[0] == "Moved beyond noise: 2 worse, 2 better. Rows compared: 5, in records: 2."
+    assert lines[2] == "bench/here-a, step_p50_ms:" and "rates/here-b, tokens_per_s:" in lines
+    words = [line.split() for line in lines]
+    assert ["slow", "10", "ms", "11", "ms", "+10.0", "1.0", "worse"] in words
+    assert ["fast", "10", "ms", "9", "ms", "-10.0", "1.0", "better"] in words
+    assert ["a", "1e+06", "/s", "1.5e+06", "/s", "+50.0", "1.0", "better"] in words
+    assert not [line for line in words if line[:1] == ["still"]]
+
+
+def test_the_report_says_that_nothing_moved(tmp_path, report_of):
+    save(tmp_path / "before", "bench/here-a", record("a", 10.0, noise_pct=5.0), record("b", 1.0))
+    save(tmp_path / "after", "bench/here-a", record("a", 10.9, noise_pct=5.0), record("b", 2.0))
+    assert report_of("bench/here-a") == [
+        "Nothing moved beyond noise. Rows compared: 1, in records: 1.",
+        "",
+        "bench/here-a, noise unknown: b.",
+    ]
+
+
+def test_the_report_names_what_cannot_be_compared(tmp_path, report_of):
+    before, after = tmp_path / "before", tmp_path / "after"
+    row = record("a", 10.0, noise_pct=1.0)
+    save(before, "bench/here-options", row)
+    save(after, "bench/here-options", record("a", 20.0, config={"batch": 8}))
+    save(before, "bench/here-machine", row)
+    save(after, "bench/here-machine", record("a", 20.0, machine=MACHINE | {"device_name": "H100"}))
+    save(before, "bench/here-metric", record("a", None, other=1.0))
+    save(after, "bench/here-metric", row)
+    save(after, "bench/here-new", row)
+    save(after, "bench/here-newer", row)
+    save(before, "bench/here-gone", row)
+    save(before, "bench/here-rows", row, record("b", 1.0), record("zero", 0.0))
+    save(after, "bench/here-rows", row, record("b", "OOM"), record("zero", 0.0))
+    cases = ("options", "machine", "metric", "new", "newer", "gone", "rows")
+    sentences = [
+        "Nothing moved beyond noise. Rows compared: 1, in records: 1.",
+        "",
+        "bench/here-options cannot be compared (option batch: 4 → 8).",
+        "bench/here-machine cannot be compared (NVIDIA H200, 2 on the host → H100, 2 on the host).",
+        "bench/here-metric cannot be compared (the earlier file has no step_p50_ms:",
+        "it was written by another version, or measured otherwise).",
+        "bench/here-rows, only in the first run: b.",
+        "New records: bench/here-new, bench/here-newer.",
+        "Records that are gone: bench/here-gone.",
+    ]
+    lines = report_of(*[f"bench/here-{case}" for case in cases])
+    assert " ".join(lines) == " ".join(sentences)
+
+
+def test_rows_that_all_moved_together_are_the_machine(tmp_path, report_of):
+    for folder, ms in (("before", 10.0), ("after", 11.0)):
+        rows = [record(name, ms, noise_pct=1.0) for name in ("a", "b", "c")]
+        save(tmp_path / folder, "bench/here-a", *rows)
+    lines = report_of("bench/here-a")
+    assert lines[-2].startswith("bench/here-a: every row moved in one direction, by +10.0 %")
+
+
+def test_moved_compares_with_a_revision_of_git_and_measures_nothing(
+    tmp_path, capsys, monkeypatch, small_manifest
+):
+    folder = tmp_path / "records"
+    save(folder, "predict/here-first", record("a", 10.0, noise_pct=1.0))
+    save(folder, "predict/here-gone", record("a", 10.0))
+    save(folder, "predict/herex2-first", record("a", 10.0))  # of another machine
+    identity = ["-c", "user.name=me", "-c", "user.email=me@here"]
+    for words in (["init", "-q"], ["add", "records"], [*identity, "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", "-C", tmp_path, *words], check=True)
+    save(folder, "predict/here-first", record("a", 12.0, noise_pct=1.0))
+    records.file_of("predict/here-gone", folder).unlink()
+    save(folder, "part/here-first", record("a", 1.0))
+    command = ["records", "--machine", "here", "--into", str(folder), "--moved"]
+    assert main([*command, "HEAD"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Moved beyond noise: 1 worse, 0 better. Rows compared: 1, in records: 1")
+    assert said.endswith(
+        "New records: part/here-first.\nRecords that are gone: predict/here-gone.\n"
+    )
+    assert main([*command, "HEAD", "--only", "gone"]) == 0
+    assert "Rows compared: 0" in capsys.readouterr().out
+    for revision in ("no-such", "--output=x"):
+        assert main([*command[:-1], f"--moved={revision}"]) == 2
+        assert f"--moved {revision}: git has no such revision of" in capsys.readouterr().err
 
 
 def test_a_record_is_chosen_by_the_name_that_the_list_gives(capsys):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from distlab.trace import explain_traces
-from distlab.trace.page import against, changed_causes
+from distlab.trace.page import against, changed_causes, records_of, result
 from launch import trace
 from tests.trace import handmade
 
@@ -30,6 +30,15 @@ def test_the_sentence_to_act_on_comes_first_and_a_page_is_written(runs, tmp_path
     assert "exposed communication" in printed and "New cause: straggler" in printed
     (page,) = out.glob("trace/*/report.html")
     assert "straggler" in page.read_text() and (page.parent / "timeline.png").exists()
+    assert "the command was not recorded" not in page.read_text()
+    assert "; straggler, 6.00 ms per step (20 %)</li>" in (out / "index.html").read_text()
+
+
+def test_the_list_of_runs_says_that_a_healthy_run_lost_no_time(runs):
+    old, _ = runs
+    assert result(records_of(explain_traces(old))) == (
+        "no cause of lost time takes 5 % of the step"
+    )
 
 
 def test_json_has_everything_and_writes_nothing(runs, tmp_path, capsys, monkeypatch):

@@ -17,6 +17,7 @@ from distlab.compare import (
     failures,
     findings,
     gone,
+    other_set_up,
     undecided,
     worse_by,
 )
@@ -214,6 +215,19 @@ def test_bad_input_is_one_message_each(tmp_path, capsys):
         with pytest.raises(SystemExit):
             main(["compare", f"--fail-above={limit}"])
         assert "give a finite percentage" in capsys.readouterr().err
+
+
+def test_another_set_up_is_another_machine_or_rows_of_other_options():
+    row = record("a", 1.0, config={"bucket": 25, "rows": ["a"], "former": 1})
+    assert other_set_up(unsaved(row), unsaved(row)) == []
+    # A list says which rows there are, and an option that only one run has is of another version.
+    more = record("a", 1.0, config={"bucket": 25, "rows": ["a", "b"], "later": 2})
+    assert other_set_up(unsaved(row), unsaved(more, record("b", 1.0))) == []
+    other = record("a", 1.0, config={"bucket": 100}, machine=MACHINE | {"device_name": "H100"})
+    assert other_set_up(unsaved(row, record("b", 1.0)), unsaved(other, record("b", 1.0))) == [
+        "NVIDIA H200, 2 on the host → H100, 2 on the host",
+        "option bucket: 25 → 100",
+    ]
 
 
 def test_what_does_not_differ_is_not_listed():

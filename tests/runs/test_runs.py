@@ -3,9 +3,12 @@
 import pytest
 
 from distlab import runs
-from distlab.report import Record, view, write_json
+from distlab.kernel_check import Report
+from distlab.report import Record, read_json, view, write_json
+from launch import kernel_page
 from launch import runs as commands
 from launch.__main__ import main
+from launch.kernel_timing import Timing
 from tests.runs.cases import record, saved
 
 
@@ -147,6 +150,18 @@ def test_the_list_has_the_result_that_an_experiment_states():
     ]
     assert commands.result_for(rows) == "2 of 3 caught"
     assert commands.result_for([record("a", 2.0)]) == runs.result_of([record("a", 2.0)]) == "a 2 ms"
+
+
+@pytest.mark.parametrize(
+    "status, words", [("ok", ""), ("WRONG after timing: error 1e+00", ", WRONG when timed")]
+)
+def test_the_list_has_the_verdict_on_a_kernel(status, words, tmp_path):
+    report = Report("rms_norm", right=45, refused=5)
+    yours = Record("kernel_roofline", "yours", {"label": "64x64"}, {"status": status}, {}, None)
+    timing = Timing(records=[yours])
+    page = kernel_page.write_page(tmp_path, "mine:norm", "cpu", 0, report, timing)
+    saved_rows = read_json(page.with_name("records.json"))
+    assert commands.result_for(saved_rows) == f"45 right, 5 refused, 0 wrong{words}"
 
 
 def shown_records():
