@@ -506,11 +506,11 @@ def _mean_ratio(records: Sequence[Record], name: str) -> str:
 def wrong(records: list[Record]) -> list[str]:
     """Name the rows whose error is above three times the largest of the shape's peers."""
     found = []
-    for case, rows in grouped(records, case_of).items():
+    for (dtype, shape), rows in grouped(records, case_of).items():
+        case = dtype if shape is None else f"{dtype} {shape}"
         for name in ("max_abs_error", "max_abs_grad_error"):
-            found += _above_peers(
-                " ".join(case), name, [row for row in rows if name in row.metrics]
-            )
+            with_error = [row for row in rows if name in row.metrics]
+            found += _above_peers(case, name, with_error)
     return found
 
 
