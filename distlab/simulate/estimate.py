@@ -37,7 +37,7 @@ from distlab.precision import DTYPES
 from distlab.simulate.calibrate import HOP_S, LAUNCH_S
 from distlab.simulate.timeline import DeviceModel, Machine
 from distlab.theory.axes import context_volume, pipeline_volume, tensor_volume
-from distlab.theory.memory.activations import PRECISIONS, Precision
+from distlab.theory.memory.activations import FP32, Precision, precision_of
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.muon import BF16
 from distlab.theory.operators import Workload
@@ -52,7 +52,6 @@ from distlab.theory.step_time import (
 from distlab.theory.volume import padded_parameters, sharded_buffers
 from distlab.train.memory_budget import rank_parts, stages_of
 
-FP32 = 4  # bytes
 CACHED = 4096  # entries of the caches below; a plan asks the same of many choices
 # Share of the datasheet's memory that tensors may take. The driver's context, NCCL's buffers and
 # fragmentation take the rest.
@@ -135,12 +134,6 @@ def estimate_step(
     # Ranks of tensor parallelism are neighbours. The strategy's groups stride over them.
     network = machine.network.across(layout.tensor) if layout.tensor > 1 else machine.network
     shards = sharding_group(strategy, averaging, network.devices_per_node, group)
-    if dtype == "fp32":
-        precision = PRECISIONS["fp32"]
-    elif strategy.casts_parameters:
-        precision = PRECISIONS["bf16"]
-    else:
-        precision = PRECISIONS["bf16-autocast"]
     default_kernels = "eager" if config.ops == "torch" else "fused"
     if fused_loss is None:
         fused_loss = config.loss_in_head
@@ -149,7 +142,7 @@ def estimate_step(
         layout,
         checkpointing,
         batch=batch,
-        precision=precision,
+        precision=precision_of(dtype, casts_parameters=strategy.casts_parameters),
         kernels=kernels or default_kernels,
         fused_loss=fused_loss and layout.tensor == 1,
         shards=shards if strategy.casts_parameters else None,
