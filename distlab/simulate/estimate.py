@@ -31,6 +31,7 @@ from distlab.model.config import Checkpointing, ModelChanges
 from distlab.options import declared_options, option
 from distlab.parallel import Layout, get_strategy
 from distlab.parallel.buckets import plan_buckets
+from distlab.parallel.fsdp.layout import RowLayout, plan_buffers
 from distlab.parallel.layout import DATA_PARALLEL
 from distlab.parallel.schedules import SCHEDULES, Action, Schedule, simulate
 from distlab.precision import DTYPES
@@ -49,7 +50,6 @@ from distlab.theory.step_time import (
     sharding_group,
     step_time,
 )
-from distlab.theory.volume import padded_parameters, sharded_buffers
 from distlab.train.memory_budget import rank_parts, stages_of
 
 CACHED = 4096  # entries of the caches below; a plan asks the same of many choices
@@ -441,7 +441,8 @@ def messages(
 ) -> Messages:
     """Return the messages of a step: gradients, and parameters as FSDP gathers them.
 
-    Gradients are in fp32 by default, parameters in the dtype of the computation.
+    Buckets and buffers are those of the strategies' own plans. Gradients are in fp32 by default,
+    parameters in the dtype of the computation.
 
     Args:
         shape: shape of a rank's part of the model.
@@ -453,12 +454,14 @@ def messages(
     """
     numels = shape.parameter_numels()
     buckets = plan_buckets(numels, [torch.float32] * len(numels), bucket_size_mb)
+    total = sum(numels)
+    buffers_of_block = 1
     if shards > 1:
-        total = padded_parameters(shape, shards)
-        buffers_of_block = len(sharded_buffers(shape.matrix_shapes_per_block, shards))
-    else:
-        total = sum(numels)
-        buffers_of_block = 1
+        of_block = _buffers_of_unit(shape.matrix_shapes_per_block, shards)
+        of_embedding = _buffers_of_unit([(shape.words, shape.d_model)], shards)
+        buffers_of_block = len(of_block)
+        total = shape.norms * shape.d_model  # norms are not sharded, so they have no padding
+        total += shape.num_layers * sum(of_block) + shape.vocabularies * sum(of_embedding)
     compute_dtype = DTYPES[dtype]
     return Messages(
         gradient_bytes=reduced_bytes * total,
@@ -467,6 +470,20 @@ def messages(
         buckets=len(buckets),
         units=shape.num_layers * buffers_of_block + shape.vocabularies,
     )
+
+
+def _buffers_of_unit(matrices: Sequence[tuple[int, int]], shards: int) -> list[int]:
+    """Return the elements of each flat buffer in which FSDP gathers a unit, by its own plan.
+
+    Args:
+        matrices: shapes of the unit's matrices, in registration order.
+        shards: number of ranks among which a buffer is divided.
+    """
+    numels = []
+    for indices in plan_buffers(matrices, shards):
+        layout = RowLayout([matrices[index] for index in indices], shards)
+        numels.append(layout.numel)
+    return numels
 
 
 # -- machines --------------------------------------------------------------------------------------

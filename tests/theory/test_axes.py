@@ -65,6 +65,15 @@ def test_a_step_sends_what_the_closed_form_says(strategy):
         assert_as_said(step, strategy, layout, shape, 8, precision=in_bf16)
 
 
+def test_owners_broadcast_what_the_closed_form_says():
+    """Of a model whose owners have parameters for several messages of 25 MiB."""
+    config = replace(CONFIG, num_layers=6, vocab_size=32_768)
+    step = simulate_training(config, "sharded-optimizer", batch=1, world_size=2)
+    broadcasts = [call.bytes for call in step.calls if call.op == "broadcast"]
+    assert len(broadcasts) > 4 and max(broadcasts) > 25 * 2**20
+    assert_as_said(step, "sharded-optimizer", Layout(), ModelShape.of(config), 2)
+
+
 RECOMPUTED = {
     "tp2": "every-2",
     "cp2": "block",
