@@ -25,8 +25,8 @@ from distlab.simulate.estimate import USABLE, estimate_step, machine_on, read_ob
 from distlab.simulate.timeline import Machine
 from distlab.theory.checks import at_least_one, one_of
 from distlab.theory.flops import mfu, step_flops
-from distlab.theory.memory.activations import FP32, Sharing
-from distlab.theory.memory.peak import Breakdown, step_memory
+from distlab.theory.memory.activations import FP32, Sharing, precision_of
+from distlab.theory.memory.peak import Breakdown, devices_to_fit, step_memory
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.operators import KERNELS
 from distlab.theory.step_time import StepTime, sharding_group
@@ -285,19 +285,13 @@ def _moments(case: Case, part: RankPart) -> list[tuple[str, Breakdown]]:
     layout = case.layout
     strategy = get_strategy(case.strategy)
     shape = part.shape
-    if case.dtype == "fp32":
-        precision = "fp32"
-    elif strategy.casts_parameters:
-        precision = "bf16"
-    else:
-        precision = "bf16-autocast"
     moments = step_memory(
         shape,
         batch=case.batch,
         context=case.model.context_length // layout.context,
         strategy=strategy,
         world_size=case.shards if strategy.takes_mesh else case.averaging,
-        precision=precision,
+        precision=precision_of(case.dtype, casts_parameters=strategy.casts_parameters),
         checkpointing=part.keeps,
         loss_chunk=LOGITS_CHUNK if case.fused_loss and layout.tensor == 1 else None,
         accumulates=part.accumulates,
@@ -335,7 +329,7 @@ def shortage(case: Case) -> str | None:
     # Four values in fp32 per parameter: itself, its gradient and AdamW's two moments.
     states = 4 * FP32 * case.model.num_parameters
     if states / case.cluster.gpus > usable:
-        fewest = -(-states // int(usable))  # rounded up
+        fewest = devices_to_fit(states, usable)
         return text + f"The states alone, fully sharded, need {fewest} GPUs"
     changed_cases = {
         "fsdp": replace(case, strategy="fsdp", group=None),

@@ -31,13 +31,14 @@ from distlab.model.config import Checkpointing, ModelChanges
 from distlab.options import declared_options, option
 from distlab.parallel import Layout, get_strategy
 from distlab.parallel.buckets import plan_buckets
+from distlab.parallel.fsdp.layout import RowLayout, plan_buffers
 from distlab.parallel.layout import DATA_PARALLEL
 from distlab.parallel.schedules import SCHEDULES, Action, Schedule, simulate
 from distlab.precision import DTYPES
 from distlab.simulate.calibrate import HOP_S, LAUNCH_S
 from distlab.simulate.timeline import DeviceModel, Machine
 from distlab.theory.axes import context_volume, pipeline_volume, tensor_volume
-from distlab.theory.memory.activations import PRECISIONS, Precision
+from distlab.theory.memory.activations import FP32, Precision, precision_of
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.muon import BF16
 from distlab.theory.operators import Workload
@@ -49,10 +50,8 @@ from distlab.theory.step_time import (
     sharding_group,
     step_time,
 )
-from distlab.theory.volume import padded_parameters, sharded_buffers
 from distlab.train.memory_budget import rank_parts, stages_of
 
-FP32 = 4  # bytes
 CACHED = 4096  # entries of the caches below; a plan asks the same of many choices
 # Share of the datasheet's memory that tensors may take. The driver's context, NCCL's buffers and
 # fragmentation take the rest.
@@ -135,12 +134,6 @@ def estimate_step(
     # Ranks of tensor parallelism are neighbours. The strategy's groups stride over them.
     network = machine.network.across(layout.tensor) if layout.tensor > 1 else machine.network
     shards = sharding_group(strategy, averaging, network.devices_per_node, group)
-    if dtype == "fp32":
-        precision = PRECISIONS["fp32"]
-    elif strategy.casts_parameters:
-        precision = PRECISIONS["bf16"]
-    else:
-        precision = PRECISIONS["bf16-autocast"]
     default_kernels = "eager" if config.ops == "torch" else "fused"
     if fused_loss is None:
         fused_loss = config.loss_in_head
@@ -149,7 +142,7 @@ def estimate_step(
         layout,
         checkpointing,
         batch=batch,
-        precision=precision,
+        precision=precision_of(dtype, casts_parameters=strategy.casts_parameters),
         kernels=kernels or default_kernels,
         fused_loss=fused_loss and layout.tensor == 1,
         shards=shards if strategy.casts_parameters else None,
@@ -448,7 +441,8 @@ def messages(
 ) -> Messages:
     """Return the messages of a step: gradients, and parameters as FSDP gathers them.
 
-    Gradients are in fp32 by default, parameters in the dtype of the computation.
+    Buckets and buffers are those of the strategies' own plans. Gradients are in fp32 by default,
+    parameters in the dtype of the computation.
 
     Args:
         shape: shape of a rank's part of the model.
@@ -460,12 +454,14 @@ def messages(
     """
     numels = shape.parameter_numels()
     buckets = plan_buckets(numels, [torch.float32] * len(numels), bucket_size_mb)
+    total = sum(numels)
+    buffers_of_block = 1
     if shards > 1:
-        total = padded_parameters(shape, shards)
-        buffers_of_block = len(sharded_buffers(shape.matrix_shapes_per_block, shards))
-    else:
-        total = sum(numels)
-        buffers_of_block = 1
+        of_block = _buffers_of_unit(shape.matrix_shapes_per_block, shards)
+        of_embedding = _buffers_of_unit([(shape.words, shape.d_model)], shards)
+        buffers_of_block = len(of_block)
+        total = shape.norms * shape.d_model  # norms are not sharded, so they have no padding
+        total += shape.num_layers * sum(of_block) + shape.vocabularies * sum(of_embedding)
     compute_dtype = DTYPES[dtype]
     return Messages(
         gradient_bytes=reduced_bytes * total,
@@ -474,6 +470,20 @@ def messages(
         buckets=len(buckets),
         units=shape.num_layers * buffers_of_block + shape.vocabularies,
     )
+
+
+def _buffers_of_unit(matrices: Sequence[tuple[int, int]], shards: int) -> list[int]:
+    """Return the elements of each flat buffer in which FSDP gathers a unit, by its own plan.
+
+    Args:
+        matrices: shapes of the unit's matrices, in registration order.
+        shards: number of ranks among which a buffer is divided.
+    """
+    numels = []
+    for indices in plan_buffers(matrices, shards):
+        layout = RowLayout([matrices[index] for index in indices], shards)
+        numels.append(layout.numel)
+    return numels
 
 
 # -- machines --------------------------------------------------------------------------------------

@@ -11,11 +11,11 @@ reduce-scatter at the end of it, or of its group, whose result no gradient needs
 
 from distlab.theory.checks import at_least_one
 from distlab.theory.forms import Form
+from distlab.theory.memory.activations import FP32, PRECISIONS, Precision
 from distlab.theory.memory.recompute import blocks_run_again
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.volume import CommunicationVolume, step_volume
 
-FP32 = 4  # bytes of a number of the loss, and of a norm's gradient: see `tensor_volume`
 FP64 = 8  # bytes of the loss that a pipeline's ranks share
 NOTHING = CommunicationVolume(0, 0)
 
@@ -29,8 +29,7 @@ def layout_volume(
     world_size: int,
     sharing: int = 1,
     how: str = "gathered",
-    itemsize: int = 4,
-    casts_parameters: bool = False,
+    precision: Precision = PRECISIONS["fp32"],
     micro_batches: int = 1,
     pipeline: int = 1,
     keeps: int | tuple[str, ...] = 0,
@@ -50,8 +49,8 @@ def layout_volume(
         world_size: number of all ranks.
         sharing: number of ranks that share sequences.
         how: transport of keys and values, as in `context_volume`.
-        itemsize: bytes of an element of the computation.
-        casts_parameters: True if parameters arrive in that dtype (FSDP).
+        precision: bytes per element of the computation and of the residual stream. Between stages,
+            and out of the embedding, activations are those of the residual stream.
         micro_batches: number of micro-batches of a step.
         pipeline: number of ranks that have the stages.
         keeps: recomputation, as `checkpointing` of `theory.memory`.
@@ -68,34 +67,38 @@ def layout_volume(
         units=shape.parameter_units(),
         shapes=shape.parameter_shapes(),
         world_size=world_size // (shape.tensor * pipeline),
-        compute_itemsize=itemsize,
+        compute_itemsize=precision.compute,
         micro_batches=micro_batches,
         bucket_size_mb=bucket_size_mb,
         shard_size=shard_size,
     )
     if of_strategy is None:
         return None
-    # Between stages, and out of the embedding, activations have the dtype of the parameters.
-    residual_itemsize = itemsize if casts_parameters else FP32
     context_of_rank = context // sharing
     blocks, groups = _recomputed(keeps, shape.num_layers)
     of_tensor = tensor_volume(
         shape,
         batch=batch,
         context=context_of_rank,
-        itemsize=itemsize,
-        embedding_itemsize=residual_itemsize,
+        itemsize=precision.compute,
+        embedding_itemsize=precision.residual,
         again=4 * blocks - groups,
     )
     of_context = context_volume(
-        shape, batch=batch, context=context, ranks=sharing, how=how, itemsize=itemsize, again=blocks
+        shape,
+        batch=batch,
+        context=context,
+        ranks=sharing,
+        how=how,
+        itemsize=precision.compute,
+        again=blocks,
     )
     of_pipeline = pipeline_volume(
         shape,
         batch=batch,
         context=context_of_rank,
         micro_batches=micro_batches,
-        itemsize=residual_itemsize,
+        itemsize=precision.residual,
     )
     return of_strategy + (of_tensor + of_context) * micro_batches + of_pipeline
 

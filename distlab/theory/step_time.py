@@ -166,7 +166,8 @@ class StepTime:
         optimizer: seconds of the optimizer, sharded if the strategy shards it.
         overhead: seconds that communication adds to compute and optimizer.
         communication: seconds of all communication, covered or not, undisturbed.
-        calls: number of collectives.
+        calls: number of collectives, without the small one of ZeRO-1's flags or of FSDP's
+            replicated parameters. `distlab.theory.volume` counts it, and a test compares both.
         host: seconds that the host takes to start all operators and collectives.
     """
 

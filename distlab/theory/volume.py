@@ -1,8 +1,9 @@
 """Volume of one training step in closed form: collectives and their bytes.
 
 The functions state the rule of each strategy a second time and use none of the strategies' code.
-The benchmark asserts that two independent countings agree: these numbers, and the collectives that
-it recorded.
+This is on purpose: the benchmark asserts that two independent countings agree, these numbers and
+the collectives that it recorded. Predictions of time (`distlab.simulate.estimate`) take buckets and
+buffers from the strategies' own plans. `tests/theory/test_volume.py` compares both.
 
 Bytes are payload: the size of the tensor that one rank hands to the collective. The bytes that then
 cross the wires depend on the algorithm, and so does the time (`collective_time`).
@@ -20,7 +21,6 @@ from typing import Any
 
 from distlab.theory.checks import at_least_one
 from distlab.theory.forms import Form
-from distlab.theory.model_shape import ModelShape
 
 MIB = 2**20
 FLAG_BYTES = 4  # a flag outside the buckets is one fp32 number
@@ -399,9 +399,8 @@ def sharded_optimizer(
 ) -> CommunicationVolume:
     """Return the volume of `bucketed` and of a broadcast of every parameter by its owner.
 
-    Parameters are assigned to the rank that owns least, largest first. An owner packs its
-    parameters in that order into messages of one dtype and of at most `message_mb` MiB. A larger
-    parameter has a message to itself.
+    An owner packs its parameters (`dealt_out`) in their order into messages of one dtype and of at
+    most `message_mb` MiB. A larger parameter has a message to itself.
 
     Args:
         numels: elements of each parameter.
@@ -414,21 +413,18 @@ def sharded_optimizer(
     Raises:
         ValueError: as in `bucketed`. Also fewer than one rank.
     """
-    at_least_one(world_size=world_size)
     gradients = bucketed(numels, itemsizes, bucket_size_mb, dtypes=dtypes)
     labels = labels_of(numels, itemsizes, dtypes)
-    owned_elements = [0] * world_size
-    open_bytes = {}  # (owner, dtype) → bytes of the message that is being filled
     messages = 0
-    for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
-        owner = owned_elements.index(min(owned_elements))
-        owned_elements[owner] += numels[index]
-        sender = (owner, labels[index])
-        num_bytes = numels[index] * itemsizes[index]
-        if sender not in open_bytes or open_bytes[sender] + num_bytes > message_mb * MIB:
-            messages += 1
-            open_bytes[sender] = 0
-        open_bytes[sender] += num_bytes
+    for owned in dealt_out(numels, world_size):
+        open_bytes = {}  # dtype → bytes of the message that is being filled
+        for index in owned:
+            dtype = labels[index]
+            num_bytes = numels[index] * itemsizes[index]
+            if dtype not in open_bytes or open_bytes[dtype] + num_bytes > message_mb * MIB:
+                messages += 1
+                open_bytes[dtype] = 0
+            open_bytes[dtype] += num_bytes
     return gradients + CommunicationVolume(messages, payload(numels, itemsizes))
 
 
@@ -625,6 +621,28 @@ def positive_mib(name: str, mib: float) -> float:
     return mib * MIB
 
 
+def dealt_out(numels: Sizes, world_size: int) -> list[list[int]]:
+    """Return the positions of the parameters that each rank owns, the largest parameter first.
+
+    Each parameter goes to the rank that owns the fewest elements.
+
+    Args:
+        numels: elements of each parameter.
+        world_size: number of ranks that own parameters.
+
+    Raises:
+        ValueError: fewer than one rank.
+    """
+    at_least_one(world_size=world_size)
+    owned = [[] for _ in range(world_size)]
+    loads = [0] * world_size  # elements
+    for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
+        owner = loads.index(min(loads))
+        owned[owner].append(index)
+        loads[owner] += numels[index]
+    return owned
+
+
 def sharded_buffers(shapes: Sequence[Sizes], world_size: int) -> list[int]:
     """Return the number of elements of the flat buffers of one of FSDP's units, with padding.
 
@@ -679,19 +697,3 @@ def _padded_buffer(rows: Sizes, numels: Sizes, world_size: int) -> int:
         end = begin + numel
     # Every rank has whole rows, whichever matrix they belong to.
     return _round_up(end, world_size * math.lcm(*rows))
-
-
-def padded_parameters(shape: ModelShape, world_size: int) -> int:
-    """Return the number of elements of all parameters with the padding of FSDP's buffers.
-
-    Norms have no padding.
-    """
-    block_buffers = sharded_buffers(shape.matrix_shapes_per_block, world_size)
-    embedding_buffers = sharded_buffers([(shape.words, shape.d_model)], world_size)
-    block_padding = sum(block_buffers) - shape.block_matrices
-    embedding_padding = sum(embedding_buffers) - shape.embedding_parameters
-    return (
-        shape.num_parameters
-        + shape.num_layers * block_padding
-        + shape.vocabularies * embedding_padding
-    )

@@ -29,7 +29,7 @@ from distlab.model.config import (
 from distlab.parallel import STRATEGIES, Layout
 from distlab.parallel.layout import DATA_PARALLEL
 from distlab.parallel.schedules import CHUNKS, SCHEDULES, held
-from distlab.theory.memory.activations import Sharing
+from distlab.theory.memory.activations import Sharing, precision_of
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES, StepMemory, step_memory
 from distlab.theory.model_shape import ModelShape
 from distlab.train.config import TrainConfig
@@ -91,12 +91,6 @@ class PlannedStep:
     def of_rank(self, part: "RankPart", world_size: int, on_gpu: bool = True) -> StepMemory:
         """Return the memory of a full step on a rank that has this part of the model."""
         strategy = STRATEGIES[self.strategy]
-        if self.dtype == "fp32":
-            precision = "fp32"
-        elif strategy.casts_parameters:
-            precision = "bf16"
-        else:
-            precision = "bf16-autocast"
         layout = self.layout
         # Ranks that share a model by tp and pp have different parameters, so they do not shard them
         # with each other.
@@ -112,7 +106,7 @@ class PlannedStep:
             context=-(-self.model.context_length // layout.context),
             strategy=strategy,
             world_size=shard_ranks,
-            precision=precision,
+            precision=precision_of(self.dtype, casts_parameters=strategy.casts_parameters),
             attention=self.model.attention,
             checkpointing=part.keeps,
             loss_chunk=LOGITS_CHUNK if in_chunks else None,

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from distlab.bench.reference import parameter_differences
 from distlab.bench.step_timing import Timing, profile, time_rounds
 from distlab.bench.task import Task
@@ -28,9 +26,9 @@ from distlab.experiment import Metrics, Record, Run
 from distlab.measure import CollectiveRecorder, account, explain, lanes, load_trace
 from distlab.measure.trace.account import nearest_step, phase_starts
 from distlab.parallel import Strategy
-from distlab.precision import DTYPES
 from distlab.report import timeline
 from distlab.theory.axes import layout_volume
+from distlab.theory.memory.activations import precision_of
 from distlab.train.memory_budget import rank_parts
 from distlab.train.run import speed
 from experiments._own_model import own_facts
@@ -230,8 +228,7 @@ def sent(
         world_size=context.world_size,
         sharing=layout.context,
         how=layout.attention,
-        itemsize=(DTYPES[config.dtype] or torch.float32).itemsize,
-        casts_parameters=variant.strategy.casts_parameters,
+        precision=precision_of(config.dtype, casts_parameters=variant.strategy.casts_parameters),
         bucket_size_mb=variant.bucket_size_mb,
         shard_size=variant.shard_size,
         micro_batches=variant.micro_batches,

@@ -20,10 +20,9 @@ from distlab.measure import (
 )
 from distlab.report import environment, memory_areas, prediction_error, text_column
 from distlab.theory.memory.activations import (
-    PRECISIONS,
-    Precision,
     block_activations,
     inference_temporary,
+    precision_of,
 )
 from distlab.theory.model_shape import ModelShape
 from distlab.train.step import compiled
@@ -134,7 +133,8 @@ def predicted_peak(config: TrialConfig, context: RankContext, mode: str) -> int 
     if mode == "forward_backward":
         moments = [moment for phase, moment in expected.moments if phase != "optimizer step"]
         return max(moment.total - moment.optimizer_state for moment in moments)
-    model, precision = config.model(), _precision_of(config)
+    model = config.model()
+    precision = precision_of(config.dtype, casts_parameters=False)
     shape = ModelShape.of(model)
     held = expected.after_init.total + expected.before_step.temporary
     # On a CPU autocast keeps the copies of the matrices; see `ops.linear`.
@@ -145,11 +145,6 @@ def predicted_peak(config: TrialConfig, context: RankContext, mode: str) -> int 
     return held + inference_temporary(
         shape, config.batch, model.context_length, precision, model.attention
     )
-
-
-def _precision_of(config: TrialConfig) -> Precision:
-    """Return how the closed form counts a trial's dtype."""
-    return PRECISIONS["fp32" if config.dtype == "fp32" else "bf16-autocast"]
 
 
 def memory_findings(records: Records) -> list[str]:
@@ -269,7 +264,8 @@ def predicted_saved(config: TrialConfig, *, fused: bool) -> int | None:
     """
     if config.checkpointing != "none":
         return None
-    model, precision = config.model(), _precision_of(config)
+    model = config.model()
+    precision = precision_of(config.dtype, casts_parameters=False)
     shape = ModelShape.of(model)
     kept = block_activations(shape, config.batch, model.context_length, precision, model.attention)
     if precision.copies_weights:

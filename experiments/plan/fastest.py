@@ -24,9 +24,10 @@ from distlab.simulate.choices import (
     estimated,
     memory,
 )
-from distlab.simulate.estimate import FP32, host_time
+from distlab.simulate.estimate import host_time
 from distlab.simulate.timeline import Machine, replay
 from distlab.theory.flops import mfu, step_flops
+from distlab.theory.memory.activations import FP32
 from distlab.theory.memory.peak import devices_to_fit
 from distlab.theory.memory.recompute import recomputed_flops
 from distlab.theory.reliability import Failures

@@ -8,12 +8,15 @@ import torch
 
 from distlab.hardware import H100_SXM, H200_SXM
 from distlab.model import ModelConfig, preset
+from distlab.parallel import get_strategy
 from distlab.report.record import read_json
 from distlab.simulate import Machine, replay
 from distlab.simulate.estimate import estimate_step, host_time, machine_of
 from distlab.simulate.plan import plan_steps, step_time
 from distlab.simulate.step import simulate_training
 from distlab.simulate.timeline import DeviceModel
+from distlab.theory.axes import layout_volume
+from distlab.theory.model_shape import ModelShape
 from distlab.theory.step_time import Network
 from distlab.train import memory_budget
 from distlab.train.memory_budget import GIB, PlannedStep
@@ -71,6 +74,19 @@ def test_is_close_to_the_simulation(strategy):
     assert 1e3 * found.device == pytest.approx(line.step_ms, rel=0.08)
     assert found.calls == pytest.approx(len(step.calls), abs=1)
     assert 1e3 * found.overhead == pytest.approx(line.overhead_ms, rel=0.5, abs=0.08 * line.step_ms)
+
+
+@pytest.mark.parametrize(
+    "strategy, left_out",
+    [("naive", 0), ("flat", 0), ("overlap", 0), ("bucketed", 0), ("zero1", 1), ("fsdp", 1)],
+)
+def test_counts_the_messages_of_the_closed_form(strategy, left_out):
+    """But one: ZeRO-1's flags, and FSDP's gradients of norms."""
+    entry = get_strategy(strategy)
+    found = estimate_step(CONFIG, strategy, MACHINE, batch=4, ranks=4, micro_batches=3)
+    sizes = {"batch": 4, "context": CONFIG.context_length, "world_size": 4, "micro_batches": 3}
+    said = layout_volume(entry, ModelShape.of(CONFIG), **sizes)
+    assert found.calls + left_out == said.collectives
 
 
 def test_the_host_decides_where_it_takes_longer():

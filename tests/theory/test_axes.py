@@ -13,7 +13,7 @@ from distlab.simulate import replay
 from distlab.simulate.estimate import estimate_step, machine_on
 from distlab.simulate.step import simulate_training
 from distlab.theory.axes import layout_volume
-from distlab.theory.memory.activations import Precision
+from distlab.theory.memory.activations import Precision, precision_of
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.operators import Workload
@@ -58,10 +58,20 @@ def assert_as_said(step, strategy, layout, shape, ranks, **options):
 @pytest.mark.parametrize("strategy", ["bucketed", "zero1", "fsdp"])
 def test_a_step_sends_what_the_closed_form_says(strategy):
     """In bf16: the strategy's messages of cut matrices, and those of both axes."""
-    in_bf16 = {"itemsize": 2, "casts_parameters": get_strategy(strategy).casts_parameters}
+    in_bf16 = precision_of("bf16", casts_parameters=get_strategy(strategy).casts_parameters)
     for name in LAYOUTS:
         step, layout = simulated(CONFIG, strategy, name, "bf16"), Layout.parse(name)
-        assert_as_said(step, strategy, layout, ModelShape.of(CONFIG, layout.tensor), 8, **in_bf16)
+        shape = ModelShape.of(CONFIG, layout.tensor)
+        assert_as_said(step, strategy, layout, shape, 8, precision=in_bf16)
+
+
+def test_owners_broadcast_what_the_closed_form_says():
+    """Of a model whose owners have parameters for several messages of 25 MiB."""
+    config = replace(CONFIG, num_layers=6, vocab_size=32_768)
+    step = simulate_training(config, "sharded-optimizer", batch=1, world_size=2)
+    broadcasts = [call.bytes for call in step.calls if call.op == "broadcast"]
+    assert len(broadcasts) > 4 and max(broadcasts) > 25 * 2**20
+    assert_as_said(step, "sharded-optimizer", Layout(), ModelShape.of(config), 2)
 
 
 RECOMPUTED = {
@@ -103,7 +113,7 @@ def test_a_rank_of_a_pipeline_sends_what_the_closed_form_says(strategy):
 
     In fp32, and under more schedules, on ranks that do send: tests/parallel/test_pipeline.py.
     """
-    in_bf16 = {"itemsize": 2, "casts_parameters": get_strategy(strategy).casts_parameters}
+    in_bf16 = precision_of("bf16", casts_parameters=get_strategy(strategy).casts_parameters)
     for layout in map(Layout.parse, PIPELINES[strategy]):
         for place, part in enumerate(rank_parts(DEEP, layout, micro_batches=MICRO_BATCHES)):
             rank = place * RANKS // layout.pipeline
@@ -117,7 +127,7 @@ def test_a_rank_of_a_pipeline_sends_what_the_closed_form_says(strategy):
                 rank=rank,
             )
             stages = {"micro_batches": MICRO_BATCHES, "pipeline": layout.pipeline}
-            assert_as_said(step, strategy, layout, part.shape, RANKS, **in_bf16, **stages)
+            assert_as_said(step, strategy, layout, part.shape, RANKS, precision=in_bf16, **stages)
 
 
 def _error(config, strategy, layout, dtype, **keeps):

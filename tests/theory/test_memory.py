@@ -1,6 +1,7 @@
 """Predicted memory against recorded peaks, published examples, and what autograd really saves."""
 
 import math
+from itertools import chain
 from pathlib import Path
 from unittest import mock
 
@@ -18,8 +19,8 @@ from distlab.parallel.fsdp.layout import RowLayout, plan_buffers
 from distlab.report.record import read_json
 from distlab.theory.memory.activations import PRECISIONS, activations
 from distlab.theory.memory.peak import step_memory
-from distlab.theory.memory.states import dealt_out
 from distlab.theory.model_shape import ModelShape
+from distlab.theory.volume import dealt_out
 
 RECORDS = Path(__file__).parents[2] / "records" / "ddp_bench"
 SHAPES = st.builds(
@@ -167,7 +168,8 @@ def test_states_are_divided(shape, ranks):
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 7))
 def test_dealing_out_is_balanced(numels, ranks):
-    loads = dealt_out(numels, ranks)
-    assert sum(loads) == sum(numels)
+    owned = dealt_out(numels, ranks)
+    assert sorted(chain.from_iterable(owned)) == list(range(len(numels)))
+    loads = [sum(numels[position] for position in positions) for positions in owned]
     assert max(loads) - min(loads) <= max(numels)
-    assert dealt_out([1, 2, 3], 2) == [3, 3]  # the largest first
+    assert dealt_out([1, 2, 3], 2) == [[2], [1, 0]]  # the largest first

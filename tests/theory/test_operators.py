@@ -8,7 +8,7 @@ from distlab.hardware import H100_SXM
 from distlab.model import ModelConfig, config, preset
 from distlab.simulate.step import simulate_training
 from distlab.theory.fusion import kernel_counts, transformer_block
-from distlab.theory.memory.activations import PRECISIONS
+from distlab.theory.memory.activations import PRECISIONS, precision_of
 from distlab.theory.memory.recompute import RECOMPUTATION
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.operators import Workload
@@ -37,9 +37,9 @@ def test_as_the_simulated_model(strategy, dtype, keep, ranks):
     step = simulate_training(
         CONFIG, strategy, batch=2, world_size=ranks, dtype=dtype, checkpointing=keep
     )
-    precision = "fp32" if dtype == "fp32" else "bf16-autocast" if strategy == "local" else "bf16"
+    precision = precision_of(dtype, casts_parameters=strategy == "fsdp")
     shards = ranks if strategy == "fsdp" else None
-    work = Workload(SHAPE, 2, 512, PRECISIONS[precision], keep=keep, shards=shards)
+    work = Workload(SHAPE, 2, 512, precision, keep=keep, shards=shards)
     for phase in ("forward", "backward"):
         events = [event for event in step.operators if event.phase == phase]
         assert total(work, "flops", phase) == sum(event.flops for event in events)

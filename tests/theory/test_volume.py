@@ -73,15 +73,24 @@ def test_torch_ddp_is_torchs_rule(parameters, first, later):
     assert volume.bytes == sum(tensor.numel() * tensor.itemsize for tensor in ready)
 
 
-@given(PARAMETERS, st.none() | LIMITS)
-@settings(max_examples=200, deadline=None)
-def test_bucketed_is_what_the_plan_sends(parameters, limit):
-    numels, sizes, dtypes = _split(parameters)
-    limit_mb = None if limit is None else limit / MIB
-    plan = plan_buckets(numels, dtypes, limit_mb)
-    assert bucketed(numels, sizes, limit_mb, dtypes=dtypes) == CommunicationVolume(
+def _sent(plan):
+    """The calls and bytes of one collective per bucket."""
+    return CommunicationVolume(
         len(plan), sum(bucket.numel * bucket.dtype.itemsize for bucket in plan)
     )
+
+
+@given(PARAMETERS, st.none() | LIMITS, st.integers(1, 5))
+@settings(max_examples=200, deadline=None)
+def test_buckets_are_those_of_the_plan(parameters, limit, ranks):
+    numels, sizes, dtypes = _split(parameters)
+    limit_mb = None if limit is None else limit / MIB
+    padded = plan_buckets(numels, dtypes, limit_mb, world_size=ranks)
+    assert bucketed(numels, sizes, limit_mb, world_size=ranks, dtypes=dtypes) == _sent(padded)
+    without_flags = plan_buckets(numels, dtypes, limit_mb, world_size=ranks, has_flags=False)
+    flags = CommunicationVolume(1, 4 * len(numels))
+    volume = zero1(numels, sizes, limit_mb, world_size=ranks, dtypes=dtypes)
+    assert volume == _sent(without_flags) * 2 + flags
 
 
 def test_fsdp_aligns_parameters_pads_units_and_sends_norms_apart():

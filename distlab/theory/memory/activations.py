@@ -71,6 +71,18 @@ PRECISIONS = {
 }
 
 
+def precision_of(dtype: str, *, casts_parameters: bool) -> Precision:
+    """Return the precision of a step over fp32 parameters.
+
+    Args:
+        dtype: dtype of the computation, `fp32`, `bf16` or `fp16`.
+        casts_parameters: True if parameters arrive in that dtype (FSDP). False under autocast.
+    """
+    if dtype == "fp32":
+        return PRECISIONS["fp32"]
+    return PRECISIONS["bf16" if casts_parameters else "bf16-autocast"]
+
+
 @dataclass(frozen=True)
 class Activations:
     """Bytes kept for backward, by part, and temporaries.

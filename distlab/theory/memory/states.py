@@ -1,7 +1,8 @@
 """States of each strategy on one rank: parameters, gradients, buckets and copies, in bytes.
 
 `distlab.theory.memory.peak` adds these numbers up moment by moment. Each states the rule of the
-strategy's file in `distlab/parallel` a second time, and uses none of its code.
+strategy's file in `distlab/parallel` a second time, and uses none of its code. This is on purpose:
+`tests/theory/test_axes.py` compares them with the memory of a simulated step, which runs that code.
 """
 
 import math
@@ -12,7 +13,7 @@ from functools import cached_property
 from distlab.theory.forms import Form
 from distlab.theory.memory.activations import FP32, Activations, Precision
 from distlab.theory.model_shape import ModelShape
-from distlab.theory.volume import padded_parameters, sharded_buffers
+from distlab.theory.volume import dealt_out, sharded_buffers
 
 # cuBLAS reserves 32 MiB per stream and thread on Hopper, from the same allocator: forward's thread
 # and autograd's. Source: getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp.
@@ -160,7 +161,8 @@ class Setting:
     def _kept_elements(self) -> int:
         """Elements that this rank keeps under FSDP: all norms, and its part of the matrices."""
         norms = self.shape.norms * self.shape.d_model
-        padded_matrices = padded_parameters(self.shape, self.world_size) - norms
+        padded_matrices = self.shape.num_layers * self.block_buffer
+        padded_matrices += self.shape.vocabularies * self.embedding_buffer
         return norms + padded_matrices // self.world_size
 
     def _padded(self, shapes: Sequence[Sequence[int]]) -> int:
@@ -189,25 +191,13 @@ def optimizer_state(setting: Setting) -> int:
     if setting.strategy.updates == "slices":
         owned = -(-parameters // setting.world_size)
     elif setting.strategy.updates == "owned":
-        owned = max(dealt_out(setting.shape.parameter_numels(), setting.world_size))
+        numels = setting.shape.parameter_numels()
+        owned = 0
+        for positions in dealt_out(numels, setting.world_size):
+            owned = max(owned, sum(numels[position] for position in positions))
     else:
         owned = parameters
     return int(FP32 * setting.state_numbers * owned)
-
-
-def dealt_out(numels: list[int], ranks: int) -> list[int]:
-    """Return the elements of each rank if each parameter goes to the rank that has least.
-
-    Parameters are assigned largest first.
-
-    Args:
-        numels: elements of each parameter.
-        ranks: number of ranks.
-    """
-    loads = [0] * ranks
-    for numel in sorted(numels, reverse=True):
-        loads[loads.index(min(loads))] += numel
-    return loads
 
 
 def gradients_after(setting: Setting, done: int) -> int:
