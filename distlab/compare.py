@@ -11,6 +11,7 @@ it is too narrow for what two runs differ by. On a busy host the same code twice
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +39,8 @@ from distlab.runs import (
 )
 
 RATIO = "step_ratio"
+# A difference that prints as 0.0 % is none. Counted bytes differ by as little from run to run.
+SAME_PCT = 0.05
 ALIKE = (
     "date",
     "command",
@@ -347,33 +350,51 @@ def _keyed(runs: Sequence[SavedRun]) -> list[dict[Key, Record]]:
 
 
 def _verdict(old: Record | None, new: Record | None, metric: str) -> Metrics:
-    nothing = dict.fromkeys(("difference_pct", "low_pct", "high_pct", "noise_pct", "least_pct"))
-    first, last = (None if record is None else record.metrics.get(metric) for record in (old, new))
-    if not all(is_number(value) and value > 0 for value in (first, last)):
-        where = (
-            "only in the first"
-            if is_number(first)
-            else "only in the last"
-            if is_number(last)
-            else "in neither"
-        )
-        return nothing | {"verdict": f"{where} run"}
+    """Return how a row's metric changed, within which noise, and what that means.
+
+    Args:
+        old: row of the first run. None if that run lacks it.
+        new: row of the last run. None if that run lacks it.
+        metric: name of the metric.
+    """
+    first = None if old is None else old.metrics.get(metric)
+    last = None if new is None else new.metrics.get(metric)
+    is_in_first = is_number(first) and first >= 0
+    is_in_last = is_number(last) and last >= 0
+    if not (is_in_first and is_in_last):
+        nothing = dict.fromkeys(("difference_pct", "low_pct", "high_pct", "noise_pct", "least_pct"))
+        if is_in_first:
+            verdict = "only in the first run"
+        elif is_in_last:
+            verdict = "only in the last run"
+        else:
+            verdict = "in neither run"
+        return nothing | {"verdict": verdict}
     quantity = metric.removesuffix("_p50_ms")
     noises = [noise_of(record.metrics, quantity) for record in (old, new)]
-    noise = max((n for n in noises if n is not None), default=None)
-    ratio = Ratio(last / first, None, None)
-    samples = [record.metrics.get(f"{quantity}_samples_ms") or () for record in (old, new)]
-    if min(map(len, samples)) >= MIN_PAIRS:
-        ratio = unpaired_ratio(samples[1], samples[0])
-    least = None if noise is None else noise if metric == RATIO else 2 * noise
-    inside = ratio.low is not None and ratio.low <= 1 <= ratio.high
-    percent = {
-        name: None if value is None else 100 * (value - 1)
-        for name, value in zip(("difference_pct", "low_pct", "high_pct"), ratio, strict=True)
-    }
-    if last == first or inside or (least is not None and abs(percent["difference_pct"]) <= least):
+    noise = max((each for each in noises if each is not None), default=None)
+    old_samples = old.metrics.get(f"{quantity}_samples_ms") or ()
+    new_samples = new.metrics.get(f"{quantity}_samples_ms") or ()
+    if min(len(old_samples), len(new_samples)) >= MIN_PAIRS:
+        ratio = unpaired_ratio(new_samples, old_samples)
+    elif first == last:
+        ratio = Ratio(1.0, None, None)  # also of two zeros, such as spilled bytes
+    else:
+        ratio = Ratio(last / first if first else math.inf, None, None)
+    # A ratio to a control has one noise. A difference of two runs has that of both.
+    least = noise
+    if noise is not None and metric != RATIO:
+        least = 2 * noise
+    percent: dict[str, float | None] = {}
+    for name, value in zip(("difference_pct", "low_pct", "high_pct"), ratio, strict=True):
+        percent[name] = None if value is None else 100 * (value - 1)
+    is_inside_interval = ratio.low is not None and ratio.low <= 1 <= ratio.high
+    is_inside_noise = least is not None and abs(percent["difference_pct"]) <= least
+    is_nothing = abs(percent["difference_pct"]) < SAME_PCT
+    has_unknown_noise = noise is None and ratio.low is None
+    if is_nothing or is_inside_interval or is_inside_noise:
         verdict = TIE
-    elif noise is None and ratio.low is None and not metric.endswith("_bytes"):  # bytes are counted
+    elif has_unknown_noise and not metric.endswith("_bytes"):  # bytes are counted
         verdict = UNSURE
     else:
         verdict = FASTER if (last > first) == higher_is_better(metric) else SLOWER

@@ -81,6 +81,25 @@ def test_rows_without_samples_go_by_their_noise():
     assert verdicts(rows(None, None))["a"] == "noise unknown"
 
 
+def test_zero_is_a_value():
+    def spilled(*values):
+        return unsaved(*(record(name, None, main_bytes=value) for name, value in values))
+
+    old = spilled(("none", 0), ("more", 0), ("less", 8))
+    new = spilled(("none", 0), ("more", 8), ("less", 0))
+    rows = compared([old, new])
+    assert verdicts(rows) == {"none": "tie", "more": "worse", "less": "better"}
+    assert any("more is worse: main_bytes" in found for found in findings(rows))
+
+
+def test_a_difference_that_prints_as_zero_is_none():
+    def peak(value):
+        return unsaved(record("a", None, peak_bytes=value))
+
+    assert verdicts(compared([peak(100_000), peak(100_040)])) == {"a": "tie"}
+    assert verdicts(compared([peak(100_000), peak(100_060)])) == {"a": "worse"}
+
+
 def test_more_of_a_rate_is_better():
     old, new = (unsaved(record("a", None, tokens_per_s=rate, noise_pct=1.0)) for rate in (1.0, 2.0))
     assert (
