@@ -190,7 +190,7 @@ def test_the_report_names_what_cannot_be_compared(tmp_path, report_of):
     save(after, "bench/here-rows", row, record("b", "OOM"), record("zero", 0.0))
     cases = ("options", "machine", "metric", "new", "newer", "gone", "rows")
     sentences = [
-        "Nothing moved beyond noise. Rows compared: 1, in records: 1.",
+        "Nothing moved beyond noise. Rows compared: 2, in records: 1.",
         "",
         "bench/here-options cannot be compared (option batch: 4 → 8).",
         "bench/here-machine cannot be compared (NVIDIA H200, 2 on the host → H100, 2 on the host).",
