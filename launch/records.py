@@ -397,9 +397,7 @@ def moved_table(rows: Records) -> str:
 def notes_of(name: str, rows: Records) -> list[str]:
     """Return sentences about a record whose rows have no verdict, or all moved together."""
     notes = []
-    # Equal values are no news. `compared` has no ratio, and so no tie, for zeros.
-    differing = [row for row in rows if row.metrics["run_0"] != row.metrics["run_1"]]
-    for verdict, group in grouped(differing, lambda row: row.metrics["verdict"]).items():
+    for verdict, group in grouped(rows, lambda row: row.metrics["verdict"]).items():
         if verdict in (SLOWER, FASTER, TIE, "in neither run"):
             continue
         variants = [row.variant for row in group]
