@@ -232,6 +232,8 @@ class Row:
         self.case, self.direction, self.config, self.device = case, direction, config, device
         self.inputs = case.inputs(device)
         result = first(case.operation.main(*[t.detach() for t in self.inputs]))
+        # One upstream gradient for all variants, so that their gradients can be compared with those
+        # of `exact`.
         self.upstream = upstream_of(result, direction)
         self.found: dict[str, dict[str, Any]] = {variant: {"status": "ok"} for variant in variants}
         self.functions: dict[str, Function] = {}  # of those that were right
@@ -244,12 +246,16 @@ class Row:
             torch.compiler.reset()
         try:
             expected = exact(self.case, self.inputs, self.direction, self.upstream)
+        # Rows that fill the device have no room for float64. They are timed without an error.
         except torch.OutOfMemoryError:
             expected = None
         for variant in self.found:
             self._add(variant, partial(self._check, variant, expected))
+        # Before the timing, whose graphs need the memory.
         del expected
         self._time()
+        # After the timing, since a function that returns results of an earlier call would be right
+        # until then.
         if "yours" in self.functions and self.found["yours"]["status"] == "ok":
             self._add("yours", self._check_again)
         return self.found
@@ -274,6 +280,8 @@ class Row:
 
         def begin(variant: str) -> dict[str, Any]:  # compiles, so that no round does
             prepared = ready(variant)
+            # `repeat_ms` is the device time of a number, and a number is the median over all
+            # rounds.
             counts[variant] = calls_within(
                 self.config.repeat_ms / self.config.rounds, prepared.call, device
             )
@@ -310,6 +318,8 @@ class Row:
     def _check(self, variant: str, expected: list[Tensor] | None) -> dict[str, Any]:
         """Error, memory and launches of one variant, alone on the device."""
         function, fresh = build(self.case, variant), with_gradients(self.inputs)
+        # After the inputs were copied and the form was built, so that the difference is that of the
+        # call.
         before = allocated_bytes(self.device)
         with peak_memory(self.device) as memory:
             results = runner(function, fresh, self.direction, self.upstream)()
@@ -320,6 +330,8 @@ class Row:
                 memory.peak_alloc_bytes - before + sum(t.nbytes for t in fresh)
             )
             del fresh, results
+            # Kernels are counted in a second call: the first may compile, and launch kernels to
+            # tune itself.
             again = self._maker(function)()
             kernels = {
                 name: count
@@ -395,6 +407,7 @@ def worst_error(results: Any, expected: list[Tensor] | None) -> float | None:
         return None
     results = results if isinstance(results, tuple | list) else [results]
     return max(
+        # 1e-30 keeps a result of zeros from dividing by zero.
         ((x.double() - y).abs().max() / y.abs().max().clamp(min=1e-30)).item()
         for x, y in zip(results, expected, strict=False)
     )
@@ -411,6 +424,7 @@ def _rates(
     rates = {
         "min_bytes": cost.bytes,
         "flops": cost.flops,
+        # Of the least bytes: a form that moves more is not rewarded for it.
         "gb_per_s": cost.bytes / ms / 1e6,
         "tflop_per_s": cost.flops / ms / 1e9,
         **limits,
