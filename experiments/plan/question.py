@@ -301,7 +301,9 @@ class PlanConfig(MachineOptions):
         """
         if self.layouts:
             return [Layout.parse(text) for text in self.layouts]
+        # 1, 2, 4, 8
         powers = [2**k for k in range(WIDEST.bit_length())] if self.factory is None else [1]
+        # Without a pipeline the schedule does not matter, so there is one entry for it.
         pipelines = [(1, "1f1b"), *product(powers[1:], ("1f1b", "interleaved"))]
         layouts = [
             Layout(ranks, context, tensor, schedule=schedule)
