@@ -175,6 +175,8 @@ def main(arguments: Sequence[str]) -> int:
             f"records are of a commit, and this tree is {now or 'in none'}: commit first, or "
             "--commit SHA"
         )
+    # A record of this commit is not measured again, so the command can be repeated until all are
+    # done.
     left = [case for case in wanted if case.commit(into) != now]
     with tempfile.TemporaryDirectory() as before:
         failed, renewed = measure(left, now, into, args.minutes, Path(before))
@@ -237,6 +239,7 @@ def measure(
     renewed = []
     for case in left:
         spent = (time.monotonic() - begin) / 60
+        # Later cases may be shorter, and still fit.
         if spent + case.minutes > minutes:
             print(f"left: {case.record}, {case.minutes:g} minutes", file=sys.stderr)
             continue
@@ -253,6 +256,7 @@ def measure(
             name = f"{experiment}/{case.run}"
             file = file_of(name, into)
             if file.exists():
+                # Kept for `say_moved`, which compares the new record with it.
                 copy(file, file_of(name, before))
             copy(folder / "records.json", file)
             renewed.append(name)
