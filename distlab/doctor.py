@@ -115,6 +115,7 @@ def find_host() -> list[Finding]:
         "Python", sys.version_info[:2] >= MIN_PYTHON, found, "needs 3.11 or newer", MISSING
     )
     if hasattr(os, "sched_getaffinity"):
+        # The cores that this process may use, which may be fewer than the machine's.
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
@@ -213,6 +214,7 @@ def find_ranks() -> Finding:
     from distlab import testing
 
     try:
+        # Two ranks that only start would not show a blocked network. A sum goes through it.
         sums = testing.run_ranks(sum_of_ranks, 2, deadline_s=120.0)
     except Exception as error:  # whatever stops ranks here is the finding
         lines = str(error).strip().splitlines()
@@ -285,6 +287,7 @@ def abilities(findings: list[Finding]) -> list[Ability]:
     stop = ""
     if state.get("torch") == LIMITED:
         stop = f"torch is too old: {INSTALL}"
+    # Each finding overwrites the one before, so the first of `needed` is named.
     for name in reversed(needed):
         if state.get(name) == MISSING:
             stop = reason[name]  # the first of `needed` in the end

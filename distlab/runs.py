@@ -234,6 +234,7 @@ class Run:
             dict(self.header.environment),
             self.header.commit,
         )
+        # Rows that this process has added itself are kept, also if they are equal.
         for old in [
             o for o in self._resumed if (o.variant, o.config) == (variant, plain(record.config))
         ]:
@@ -328,6 +329,7 @@ def rows_of(run: str | Path, *roots: str | Path) -> Path:
         ValueError: there is no such file. The message says how to name a run.
     """
     paths = [Path(root, run) for root in ("", *roots)]
+    # The path as it is, before names under the folders of results.
     for path in paths:
         found = path / ROWS if path.is_dir() else path
         if found.is_file():
@@ -395,6 +397,7 @@ def result_of(records: Records) -> str:
     For a sweep, in which a variant has several rows, give the number of rows.
     """
     rows = [r for r in records if r.variant != "local"] or list(records)
+    # In a sweep, the smallest time is that of the smallest size, and says nothing.
     if not rows or len({r.variant for r in rows}) < len(rows):
         return f"{len(records)} rows"
     try:
@@ -562,6 +565,7 @@ def write_index(root: Path, lines: Sequence[Mapping[str, str]] = ()) -> Path:
             f'<li><a href="{quote(name)}">{text}</a>{" " if about else ""}{escape(about)}</li>\n'
         )
     index = root / "index.html"
+    # As a whole, since two runs may end at the same time.
     write_whole(index, f"<!DOCTYPE html>\n<title>Runs</title>\n<ul>\n{''.join(entries)}</ul>\n")
     return index
 
