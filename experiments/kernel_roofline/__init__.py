@@ -88,7 +88,7 @@ TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 4e-2}
 
 @dataclasses.dataclass(frozen=True)
 class RooflineConfig(Options):
-    """One run: operations × directions × variants rows."""
+    """Options of a run, which has a row per operation, direction and variant."""
 
     only: tuple[str, ...] = option((), "operations to time [all]")
     chain: tuple[str, ...] = option(
@@ -194,6 +194,7 @@ def measure(config: RooflineConfig, context: RankContext, run: Run) -> None:
     limits = ceilings(device, config.repeat_ms)
     for case, direction in [(each, way) for each in config.cases() for way in each.directions]:
         known = {"label": case.label, "direction": direction}
+        # Only what an interrupted run of this name has not measured yet.
         missing = [v for v in config.forms() if case.operation.has(v) and not run.done(v, **known)]
         if not missing:
             continue
@@ -210,6 +211,8 @@ def measure(config: RooflineConfig, context: RankContext, run: Run) -> None:
             )
         if device == "cuda":
             gc.collect()
+            # The graphs of the next row have a pool of their own, and cannot use blocks cached
+            # outside of it.
             torch.cuda.empty_cache()
     compared = compare(run.records)
     run.part(COMPARISON.name).records[:] = beside_peers(compared)
@@ -240,7 +243,7 @@ class Row:
         self.captures = not case.operation.stateful  # an optimizer's steps are not captured
 
     def measure(self) -> dict[str, dict[str, Any]]:
-        """Variant → metrics."""
+        """Check and time all variants. Return variant → metrics."""
         if not {"compile", "template", "max-autotune", "torchao"}.isdisjoint(self.found):
             # not between the two: captured graphs launch what either compiled
             torch.compiler.reset()
@@ -311,12 +314,12 @@ class Row:
         }
 
     def _maker(self, function: Function) -> Callable[[], Callable[[], Any]]:
-        """Makes what is timed, over copies of the inputs: a peer may overwrite what it is given."""
+        """Return a function that makes the run on inputs of its own: a peer may overwrite them."""
         mine = with_gradients(self.inputs)
         return partial(runner, function, mine, self.direction, self.upstream)
 
     def _check(self, variant: str, expected: list[Tensor] | None) -> dict[str, Any]:
-        """Error, memory and launches of one variant, alone on the device."""
+        """Return error, memory and launches of one variant, which runs alone on the device."""
         function, fresh = build(self.case, variant), with_gradients(self.inputs)
         # After the inputs were copied and the form was built, so that the difference is that of the
         # call.
@@ -355,7 +358,7 @@ class Row:
         return error is None or error <= allowed
 
     def _check_again(self) -> dict[str, Any]:
-        """Error of a user's kernel after its timing: it may have kept something of earlier calls.
+        """Check a user's kernel again after its timing: it may have kept results of earlier calls.
 
         Its inputs are now others, of the same sizes.
         """
@@ -389,7 +392,7 @@ def exact(
 
 
 def build(case: Case, variant: str) -> Function:
-    """The function of a variant; compiled ones are compiled for this size, as their users do."""
+    """Return the function of a variant. Compiled ones are compiled for this size, as in use."""
     variants = case.operation.variants
     if variant in variants:
         return variants[variant]
@@ -402,7 +405,7 @@ def build(case: Case, variant: str) -> Function:
 
 
 def worst_error(results: Any, expected: list[Tensor] | None) -> float | None:
-    """Largest difference of any result, over the largest value of that result."""
+    """Return the largest difference of any result, over the largest value of that result."""
     if expected is None:
         return None
     results = results if isinstance(results, tuple | list) else [results]
@@ -416,7 +419,7 @@ def worst_error(results: Any, expected: list[Tensor] | None) -> float | None:
 def _rates(
     case: Case, direction: str, metrics: dict[str, Any], limits: dict[str, float]
 ) -> dict[str, Any]:
-    """Bandwidth and arithmetic rate of a row, and their shares of the ceilings."""
+    """Return bandwidth and arithmetic rate of a row, and their shares of the ceilings."""
     if "time_p50_ms" not in metrics:
         return {}
     operation = case.operation

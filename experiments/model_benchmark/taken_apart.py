@@ -156,6 +156,8 @@ def _work_rows(
                 calls[kernel.category] += kernel.count
         for kind in CATEGORIES:
             ms, operations = times[kind], flops[phase].get(kind, 0)
+            # A kind may have time without FLOPs, as copies have, or FLOPs in a kernel of another
+            # kind.
             if ms or operations:
                 metrics = {
                     "phase": phase,

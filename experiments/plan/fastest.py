@@ -163,7 +163,10 @@ def _series(config: PlanConfig, layout: Layout, machine: Machine) -> list[list[C
     found: dict[tuple, list[Choice]] = {}
     for choice in choices(
         ranks // (layout.tensor * layout.pipeline),
+        # Ranks that share matrices are next to each other in a node, so fewer groups of them fit
+        # into it.
         max(1, nodes // layout.tensor),
+        # Sequences of a step for one group of ranks that share a model.
         config.batch * layout.ranks // ranks,
         strategies,
         recomputation,
@@ -286,7 +289,7 @@ def _time(config: PlanConfig, choice: Choice, machine: Machine) -> Metrics:
 
 
 def _time_of_own(config: PlanConfig, choice: Choice, machine: Machine) -> Metrics:
-    """The same of a user's model, by replaying its operators and messages."""
+    """Return `_time` of a user's model, by replaying its operators and messages."""
     _, ranks = config.fleet()
     step = simulated(config.factory, choice.strategy, choice.micro_batch, ranks, config.dtype)
     once, steps = replay(step, machine), choice.micro_batches
@@ -345,7 +348,7 @@ def _ms(value: float) -> str:
 
 
 def answer(records: Records) -> str:
-    """The answer in words; `recomputed` means activation checkpointing of every block."""
+    """Return the answer in words. `recomputed` means activation checkpointing of every block."""
     config = PlanConfig.of(records[0].config)
     _, ranks = config.fleet()
     usable = config.usable_bytes()
@@ -406,7 +409,7 @@ def findings(records: Records) -> list[str]:
 
 
 def _way(record: Record) -> tuple:
-    """A choice but for its micro-batch and recomputation."""
+    """Return a choice without its micro-batch and recomputation."""
     return record.config["strategy"], record.config.get("group"), record.config.get("layout", "")
 
 

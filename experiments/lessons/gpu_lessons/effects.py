@@ -138,6 +138,7 @@ def divergence(bench: Bench) -> None:
         )
 
     for name, (width, ways) in BRANCHES.items():
+        # The same expression as in the kernel, for the lanes of one warp.
         branches = [lane // width % ways for lane in range(WARP)]
         call = None if interpreted() else partial(run, width=width, ways=ways)
         bench.effect(
