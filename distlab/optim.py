@@ -212,6 +212,7 @@ class Muon(Optimizer):
         """
         loss = None
         if closure is not None:
+            # `step` runs without gradients, and a closure calls backward.
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:

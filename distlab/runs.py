@@ -312,6 +312,7 @@ def open_run(header: Header, folder: Path, may_change: Sequence[str] = ()) -> Ru
         for record in records:
             if (record.experiment, record.commit) != (header.experiment, header.commit):
                 raise ValueError(f"{rows} holds rows of another run: {MEASURE_AGAIN}")
+        # A run that was complete stays so: the caller then measures nothing.
         header = replace(header, complete=before.complete)
     return Run(header, folder, records)
 
@@ -444,6 +445,7 @@ def described(path: Path, defaults: Defaults, results: Results = result_of) -> d
     first = records[0]
     count = first.config.get("world_size") or 1
     redrawn = "redrawn; " if path.with_name(REDRAWN).is_file() else ""
+    # The result of a run that was cut off is that of the rows so far.
     stopped = "stopped; " if _is_unfinished(path, first) else ""
     machine = str(first.environment.get("device_name") or "unknown").removeprefix("NVIDIA ")
     return {

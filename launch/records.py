@@ -99,6 +99,7 @@ def cases(machine: str, manifest: Path = MANIFEST) -> list[Case]:
     if machine not in known:
         raise ValueError(f"machine {machine!r} is unknown; {manifest.name} has {', '.join(known)}")
     experiments = known[machine]
+    # The only entry of a machine that is not an experiment.
     ranks = experiments.pop("ranks")
     found = []
     for experiment, entries in experiments.items():
