@@ -25,6 +25,7 @@ class KernelsFinder:
     ) -> ModuleSpec | None:
         """Return where our module of this name is stored; None for any other."""
         parent, _, _ = name.rpartition(".")
+        # Only submodules: the package `kernels` itself was found by another finder.
         return PathFinder.find_spec(name, [str(KERNELS)]) if parent == "kernels" else None
 
 
@@ -61,6 +62,7 @@ def _module_names(folder: Path) -> set[str]:
     return modules | {file.parent.name for file in folder.glob("*/__init__.py")}
 
 
+# By name: a module that is reloaded makes another class, and finders would pile up.
 if not any(getattr(finder, "__name__", "") == KernelsFinder.__name__ for finder in sys.meta_path):
     sys.meta_path.append(KernelsFinder)
 if another := foreign_kernels():

@@ -109,6 +109,7 @@ def outlive_readers() -> None:
         _open_if_closed(number, name)
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)
+        # The same file descriptor, so that output of C code still goes to the same place.
         buffer = io.BufferedWriter(_Stream(old.fileno(), "w", closefd=False))
         at_once = old.line_buffering or old.write_through
         text = io.TextIOWrapper(buffer, old.encoding, old.errors, line_buffering=at_once)
@@ -211,6 +212,7 @@ def ended_at_once(name: str, *, speaks: bool = True) -> Iterator[None]:
         if speaks:
             line = f"{name}: stopped by {_sender(number)} while starting; nothing was saved\n"
             os.write(2, line.encode())
+        # Not `sys.exit`: torch's import would swallow its exception.
         os._exit(128 + number)
 
     with answered(end):
@@ -227,6 +229,7 @@ class _Listener:
     def __init__(self, hear: Callable[[int], None]) -> None:
         self.hear = hear
         self.reader, self.writer = os.pipe()
+        # The C-level handler must not block in a signal if the pipe is full.
         os.set_blocking(self.writer, False)
         self.thread = threading.Thread(target=self._listen, daemon=True)
         self.thread.start()
@@ -247,6 +250,7 @@ class _Listener:
             return
         self.ended = True
         signal.set_wakeup_fd(self.outer)
+        # The thread reads the end of the pipe, and returns.
         os.close(self.writer)
         self.thread.join()
         os.close(self.reader)
@@ -275,6 +279,7 @@ def answered(
     try:
         yield listener
     finally:
+        # None stands for a handler that Python did not install, which cannot be put back.
         for number, old in before.items():
             signal.signal(number, signal.SIG_DFL if old is None else old)
         listener.end()

@@ -105,6 +105,7 @@ def compared(runs: Sequence[SavedRun], control: str | None = None) -> list[Recor
         raise ValueError(f"{said}: only runs of one experiment can be compared")
     if control is not None:
         runs = [replace(run, records=_over(run, control)) for run in runs]
+    # Of the last run: it decides which number is of interest, and an older one may lack it.
     metric = main_metric(runs[-1].records) if control is None else RATIO
     for run in runs:
         if not any(is_number(record.metrics.get(metric)) for record in run.records):
@@ -114,6 +115,7 @@ def compared(runs: Sequence[SavedRun], control: str | None = None) -> list[Recor
             )
     tables = _keyed(runs)
     rows = []
+    # Rows of any run, so that one that is gone is named.
     for key in dict.fromkeys(itertools.chain(*tables)):
         found = [table.get(key) for table in tables]
         values = [None if record is None else record.metrics.get(metric) for record in found]
@@ -139,6 +141,7 @@ def _over(run: SavedRun, control: str) -> list[Record]:
         samples = known[record.variant]
         metrics = {}
         if samples:
+            # Samples of one position were taken in one round.
             ratios = [mine / other for mine, other in zip(samples, known[control], strict=True)]
             # drift has cancelled, so what samples spread is no bound
             noise = own_noise_floor(ratios)
@@ -227,6 +230,7 @@ def machine_moved(rows: Records) -> float | None:
     moved = [
         row.metrics["difference_pct"] for row in rows if is_number(row.metrics["difference_pct"])
     ]
+    # Fewer rows may move together by chance.
     if len(moved) >= MOVED_ROWS and (min(moved) > MOVED_PCT or max(moved) < -MOVED_PCT):
         return min(moved, key=abs)
     return None
@@ -278,6 +282,7 @@ def worse_by(row: Record) -> tuple[float, float]:
     if low is None or high is None:
         low, high = difference - noise, difference + noise
     if higher_is_better(row.config["metric"]):
+        # For a rate, lower is worse.
         low, high = -high, -low
     if m["verdict"] == TIE:
         low, high = min(low, -noise), max(high, noise)

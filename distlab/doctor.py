@@ -115,6 +115,7 @@ def find_host() -> list[Finding]:
         "Python", sys.version_info[:2] >= MIN_PYTHON, found, "needs 3.11 or newer", MISSING
     )
     if hasattr(os, "sched_getaffinity"):
+        # The cores that this process may use, which may be fewer than the machine's.
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
@@ -159,6 +160,7 @@ def find_gpus() -> list[Finding]:
     if count > 1:
         peers = all(torch.cuda.can_device_access_peer(0, other) for other in range(1, count))
         links = "direct access between GPUs" if peers else "no direct access between GPUs"
+        # `nvidia-smi` may be missing in a container. What torch says is then enough.
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             answer = subprocess.run(
                 ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20, check=True
@@ -213,6 +215,7 @@ def find_ranks() -> Finding:
     from distlab import testing
 
     try:
+        # Two ranks that only start would not show a blocked network. A sum goes through it.
         sums = testing.run_ranks(sum_of_ranks, 2, deadline_s=120.0)
     except Exception as error:  # whatever stops ranks here is the finding
         lines = str(error).strip().splitlines()
@@ -285,6 +288,7 @@ def abilities(findings: list[Finding]) -> list[Ability]:
     stop = ""
     if state.get("torch") == LIMITED:
         stop = f"torch is too old: {INSTALL}"
+    # Each finding overwrites the one before, so the first of `needed` is named.
     for name in reversed(needed):
         if state.get(name) == MISSING:
             stop = reason[name]  # the first of `needed` in the end

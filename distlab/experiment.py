@@ -175,6 +175,7 @@ class Experiment(Generic[C]):
             "question": question,
             "findings": partial(self._findings, self.view.findings),
         }
+        # A frozen dataclass has no other way to fill in a field.
         object.__setattr__(self, "view", replace(self.view, **more))
 
     def _findings(self, others: Callable, records: Records) -> list[str]:
@@ -261,6 +262,7 @@ class Experiment(Generic[C]):
     def preset(self, name: str, on_gpu: bool) -> dict[str, Any]:
         """Return values that replace defaults: those of the device, then those of the preset."""
         device = "gpu" if on_gpu else "cpu"
+        # The device's values first, so that a preset that was asked for wins.
         found = dict(self.presets.get(device, {}))
         if name:
             found |= {**self.presets[name], **self.presets.get(f"{name}-{device}", {})}
@@ -318,6 +320,7 @@ class Experiment(Generic[C]):
                 run.
         """
         progress = Progress(context)
+        # Before the folder is opened: a resumed run must find the resolved values in its header.
         config = self.prepare(config, context)
         with (
             run_folder(context, frame.out, self.name, frame.name, fresh=frame.fresh) as folder,
@@ -334,6 +337,7 @@ class Experiment(Generic[C]):
                 return self._exit_code(run, run.records)
             run.progress, run.notice = progress, progress.keep
             run.show = partial(self.show, run, progress, json_only=frame.json)
+            # On every rank. Only rank 0 writes what follows.
             self.measure(config, context, run)
             progress.close()
             return self.finish(run, json_only=frame.json) if context.is_main else 0

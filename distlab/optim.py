@@ -212,6 +212,7 @@ class Muon(Optimizer):
         """
         loss = None
         if closure is not None:
+            # `step` runs without gradients, and a closure calls backward.
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
@@ -268,15 +269,20 @@ class Muon(Optimizer):
             if not self.state[matrix]:
                 self.state[matrix]["momentum_buffer"] = torch.zeros_like(gradient)
         buffers = [self.state[matrix]["momentum_buffer"] for matrix in matrices]
+        # buffer ← β·buffer + (1 − β)·gradient
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
         updates = buffers
         if group["nesterov"]:
+            # (1 − β)·gradient + β·buffer, with the buffer of this step
             updates = torch._foreach_lerp(gradients, buffers, group["momentum"])
+        # What is gathered or exchanged takes half the bytes, and the iterations compute in bf16
+        # anyway.
         return [update.bfloat16() for update in updates]
 
     def _move(self, matrices: Sequence[Tensor], directions: Iterable[Tensor], group: Group) -> None:
         """Decay the matrices and subtract their directions, times the learning rate."""
         lr = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
+        # Decay is separate from the gradient, as in AdamW.
         kept = 1 - lr * group["weight_decay"]
         if matrices[0].device.type == "cpu":
             # On a CPU `_foreach_mul_` rounds the number to the matrices' dtype: 0.998 would be
@@ -288,6 +294,7 @@ class Muon(Optimizer):
         factor_of = LR_FACTORS[group["adjust_lr_fn"] or "original"]
         for matrix, direction in zip(matrices, directions, strict=True):
             rows, columns = whole_shape(matrix)
+            # Of the whole matrix, also where this rank steps a shard of it.
             factor = factor_of(rows, columns)
             matrix.add_(direction, alpha=-lr * factor)
 
@@ -376,6 +383,7 @@ def _iterate(
     """
     a, b, c = coefficients
     for _ in range(steps):
+        # Of the shorter side, which `orthogonalize` has made the rows.
         squares = x @ x.mT
         # b·XXᵀ + c·(XXᵀ)²
         polynomial = add_product(squares, squares, squares, beta=b, alpha=c)

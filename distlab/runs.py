@@ -234,6 +234,7 @@ class Run:
             dict(self.header.environment),
             self.header.commit,
         )
+        # Rows that this process has added itself are kept, also if they are equal.
         for old in [
             o for o in self._resumed if (o.variant, o.config) == (variant, plain(record.config))
         ]:
@@ -311,6 +312,7 @@ def open_run(header: Header, folder: Path, may_change: Sequence[str] = ()) -> Ru
         for record in records:
             if (record.experiment, record.commit) != (header.experiment, header.commit):
                 raise ValueError(f"{rows} holds rows of another run: {MEASURE_AGAIN}")
+        # A run that was complete stays so: the caller then measures nothing.
         header = replace(header, complete=before.complete)
     return Run(header, folder, records)
 
@@ -328,6 +330,7 @@ def rows_of(run: str | Path, *roots: str | Path) -> Path:
         ValueError: there is no such file. The message says how to name a run.
     """
     paths = [Path(root, run) for root in ("", *roots)]
+    # The path as it is, before names under the folders of results.
     for path in paths:
         found = path / ROWS if path.is_dir() else path
         if found.is_file():
@@ -395,6 +398,7 @@ def result_of(records: Records) -> str:
     For a sweep, in which a variant has several rows, give the number of rows.
     """
     rows = [r for r in records if r.variant != "local"] or list(records)
+    # In a sweep, the smallest time is that of the smallest size, and says nothing.
     if not rows or len({r.variant for r in rows}) < len(rows):
         return f"{len(records)} rows"
     try:
@@ -441,6 +445,7 @@ def described(path: Path, defaults: Defaults, results: Results = result_of) -> d
     first = records[0]
     count = first.config.get("world_size") or 1
     redrawn = "redrawn; " if path.with_name(REDRAWN).is_file() else ""
+    # The result of a run that was cut off is that of the rows so far.
     stopped = "stopped; " if _is_unfinished(path, first) else ""
     machine = str(first.environment.get("device_name") or "unknown").removeprefix("NVIDIA ")
     return {
@@ -562,6 +567,7 @@ def write_index(root: Path, lines: Sequence[Mapping[str, str]] = ()) -> Path:
             f'<li><a href="{quote(name)}">{text}</a>{" " if about else ""}{escape(about)}</li>\n'
         )
     index = root / "index.html"
+    # As a whole, since two runs may end at the same time.
     write_whole(index, f"<!DOCTYPE html>\n<title>Runs</title>\n<ul>\n{''.join(entries)}</ul>\n")
     return index
 

@@ -173,6 +173,7 @@ def run_ranks(
             "on_ranks.py` as a cell's first line), and import it from there"
         )
     try:
+        # Here, so that a function that cannot be pickled raises before any process is started.
         job = pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError) as error:
         raise TypeError(
@@ -185,6 +186,7 @@ def run_ranks(
             settings = (os.path.join(folder, "store"), world_size, backend, device, group_timeout_s)
             for rank, process in enumerate(ranks):
                 process.pipe.send_bytes(pickle.dumps((rank, settings, job)))
+            # From here, since starting the processes may take long, and is not the job's time.
             deadline = time.monotonic() + deadline_s
             results, failures = _collect(ranks, deadline, deadline_s, memory_bytes)
     except KeyboardInterrupt:
@@ -318,6 +320,7 @@ class _Rank:
         fate = f"the process died, exit code {code}"
         if -code in list(signal.Signals):
             fate += f" ({signal.Signals(-code).name})"
+        # The message of gloo is on stderr alone, and does not say what it means.
         if code == -signal.SIGABRT:
             fate += (
                 ", as gloo ends a process that receives a longer message than it expects: ranks "
@@ -368,8 +371,10 @@ def _end_if_edited() -> None:
 def _started_ranks(world_size: int, deadline_s: float) -> list[_Rank]:
     """Return rank processes that are ready, some of them from earlier calls."""
     __tracebackhide__ = True
+    # One that is gone leaves the others in a job that cannot end.
     if any(not rank.process.is_alive() for rank in _ranks):
         shut_down()
+    # All are started before any is waited for, so that they import at the same time.
     new = [_Rank() for _ in range(world_size - len(_ranks))]
     _ranks.extend(new)
     for rank in new:
@@ -436,6 +441,7 @@ def _collect(
                 results[number] = value
             else:
                 failures[number] = value
+                # The other ranks may fail by themselves, with a message of their own.
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     reason = f"no answer within {allowed_s:g} s"
     if any(failure.kind != LOST_PEER for failure in failures.values()):
@@ -443,8 +449,10 @@ def _collect(
     elif failures:
         reason = "no answer, while other ranks waited for this one in vain"
     for number in waiting.values():
+        # Before the processes are ended: afterwards there is no stack.
         text = f"{reason}; its stack was:\n{ranks[number].dump_stack()}"
         failures[number] = _Failure(text, reason, time.monotonic(), NO_ANSWER)
+    # A rank that is still in a job would answer it in place of the next one.
     if waiting or lost:
         shut_down()
     return results, failures
@@ -468,6 +476,7 @@ def _serve(pipe: Connection, path: list[str], stacks: str) -> None:
 
     os.register_at_fork(before=lambda: forking.append(os.getpid()), after_in_child=end_with_me)
     threading.Thread(target=_end_with_caller, daemon=True).start()
+    # Ranks share the cores. With a pool of threads each they would wait for each other.
     torch.set_num_threads(1)
     with open(stacks, "w") as stack_file:
         faulthandler.enable(stack_file)  # a crash in native code leaves the stacks of all threads
@@ -488,6 +497,7 @@ def _serve(pipe: Connection, path: list[str], stacks: str) -> None:
 def _raised(error: BaseException) -> _Failure:
     """Return the failure of a rank that raised, without the frames of this file."""
     frames = error.__traceback__
+    # The user's error begins with the user's function.
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))

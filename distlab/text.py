@@ -15,6 +15,7 @@ KEPT = "\n\t"
 
 def for_terminal(text: str) -> str:
     """Return the text with escapes (`\\x1b`) for control and other invisible characters."""
+    # The usual case, without a look at each character.
     if text.isascii() and text.isprintable():
         return text
     return "".join(_visible(character) for character in text)

@@ -113,9 +113,11 @@ class Shape:
         """Return (T,) ids of N documents with random borders, equal in every sequence, or None."""
         if self.documents is None:
             return None
+        # A fixed seed: every variant and every run has the same documents.
         borders = torch.randint(
             self.queries, (self.documents - 1,), generator=torch.Generator().manual_seed(0)
         )
+        # The id of a position is the number of borders at or before it.
         return (torch.arange(self.queries)[:, None] >= borders).sum(1).to(device)
 
     def visible(self, query: Tensor, key: Tensor, ids: Tensor | None) -> Tensor:
@@ -139,6 +141,8 @@ class Shape:
         ids = self.document_ids()
         if ids is None:
             return self._part_flops(self.queries, self.keys)
+        # Pairs of different documents are not visible, so a document counts as a sequence of its
+        # own.
         return sum(self._part_flops(length, length) for length in ids.bincount().tolist())
 
     def _part_flops(self, queries: int, keys: int) -> float:
@@ -157,6 +161,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor
     if seen is None:
         seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
     if q.shape[1] != k.shape[1]:
+        # Grouped queries: consecutive heads of q share a head of k and v.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, float("-inf"))
     return torch.softmax(scores, -1) @ v
@@ -180,6 +185,7 @@ def _flex(shape: Shape, ids: Tensor | None, device: str) -> Attention:
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return shape.visible(query, key, ids)
 
+    # Without causality every pair is visible, and a mask would only add work.
     mask = None
     if shape.causal:
         # None, None: one mask for every sequence and head
@@ -209,6 +215,7 @@ def suits(variant: str, shape: Shape, dtype: str) -> bool:
 
 def build(variant: str, shape: Shape, device: str) -> Attention:
     """Return the function of a variant. Compiled ones are compiled for this shape, as in use."""
+    # Dynamo stops compiling after a limit of recompilations, which a sweep over shapes would reach.
     torch.compiler.reset()
     if variant in BACKENDS:
         return _sdpa(variant, shape)
@@ -244,15 +251,21 @@ def exact(shape: Shape, *case: Tensor, rows: int = 2048) -> tuple[Tensor, ...]:
     `rows` queries are computed at a time, so that it fits.
     """
     q, k, v, do = (last_head(x, shape).double() for x in case)
+    # One key head with its query heads: all heads of the largest shapes would not fit in float64.
     scale = shape.head_dim**-0.5
     o, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
     for start in range(0, shape.queries, rows):
         here = slice(start, start + rows)
         seen = shape.mask(q.device, start, start + rows)
+        # S = Q·Kᵀ/√D, P = softmax(S), O = P·V. A query's softmax needs no other query, so rows can
+        # be computed in pieces.
         p = torch.softmax((q[:, here] @ k.mT * scale).masked_fill_(~seen, float("-inf")), -1)
         o[:, here] = p @ v
+        # dV = Pᵀ·dO. All query heads of the key head add to it, and so do all pieces.
         dv += (p.mT @ do[:, here]).sum(0)
+        # dP = dO·Vᵀ, dS = P ∘ (dP − rowsum(dO ∘ O)). In place of P, which is not needed after this.
         ds = p.mul_(do[:, here] @ v.mT - (do[:, here] * o[:, here]).sum(-1, keepdim=True))
+        # dQ = dS·K/√D and dK = dSᵀ·Q/√D
         dq[:, here] = ds @ k * scale
         dk += (ds.mT @ q[:, here]).sum(0) * scale
     return o, dq, dk, dv
@@ -270,6 +283,8 @@ def errors(results: Sequence[Tensor], expected: Sequence[Tensor], shape: Shape) 
 
 def inputs(shape: Shape, dtype: str, device: str) -> list[Tensor]:
     """Return [q, k, v, dO], random. The first three require gradients."""
+    # The seed depends on the shape alone, so that a resumed sweep has the inputs that its other
+    # rows had.
     torch.manual_seed(shape.queries + shape.head_dim)
     q_shape = (shape.batch, shape.heads, shape.queries, shape.head_dim)
     k_shape = (shape.batch, shape.kv_heads, shape.keys, shape.head_dim)

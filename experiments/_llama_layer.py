@@ -43,6 +43,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute (B, T, d) → (B, T, d)."""
         projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        # (B, T, H·D) → (B, H, T, D). k and v have fewer heads, which -1 leaves open.
         q, k, v = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in projected)
         out_BHTD = self.attend(*self.rotate(q, k), v)
         return self.o_proj(out_BHTD.transpose(1, 2).flatten(-2))
@@ -83,6 +84,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute (B, T, d) → (B, T, d)."""
+        # Pre-norm: the residual stream itself is never normalized.
         x = x + self.self_attn(self.input_layernorm(x))
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -160,5 +162,6 @@ def layer(
         positions(shape.context_length, device), shape.d_model // shape.num_heads, shape.rope_theta
     )
     parts = PARTS[name](*tables)
+    # On meta the layer has no memory. The caller then puts parameters of another layer into it.
     with torch.device(on):
         return DecoderLayer(shape, *parts)

@@ -53,6 +53,8 @@ def simulated(
         examples = task.batches(0, 0, torch.device("cpu"))
         loss_fn = task.loss_fn
         if wrapper.casts_parameters:
+            # The strategy casts parameters, and a user's inputs have a dtype of their own, as in
+            # `Trial`.
             loss_fn = under_autocast(loss_fn, torch.device("cpu"), DTYPES[dtype])
         train = TrainStep(wrapper, optimizer, loss_fn, mark=mark)
         return partial(train, examples)
@@ -70,6 +72,8 @@ def simulated(
             )
     except Exception as error:
         first_line = (str(error).strip().splitlines() or [""])[0]
+        # Any line of the user's model may fail on fake tensors, so there is no list of errors to
+        # expect.
         reason = message_of(error) or f"{type(error).__name__}: {first_line}"
         raise ValueError(
             f"--model {name} cannot be stepped under {strategy} on tensors without values, from "
@@ -105,6 +109,7 @@ def peaks(
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path}
     )
+    # A prediction that cannot be made leaves its columns empty, and the measurement stands.
     return json.loads(done.stdout) if done.returncode == 0 else {}
 
 

@@ -184,15 +184,21 @@ def predicted_memory(variant: str, shape: Shape, dtype: str) -> dict[str, int]:
     alike = (shape.heads, shape.queries) == (shape.kv_heads, shape.keys)
     if variant not in ("naive", "sdpa", "ours") or not (alike and shape.causal and shape.is_plain):
         return {}
+    # A tensor without memory, whose `nbytes` is T·D of all heads in the inputs' dtype.
     heads, length = shape.batch * shape.heads, shape.queries
     q = torch.empty(heads, 1, length, shape.head_dim, dtype=getattr(torch, dtype), device="meta")
     tensor = q.nbytes
     if variant == "naive":
+        # P has the inputs' dtype, and the boolean mask is one byte per pair, of one head.
         matrix = heads * length**2 * q.itemsize
         mask = length**2
+        # Five tensors: q, k, v, o and do.
         before = 5 * tensor + matrix + mask
+        # The sixth is dv: the backward of P·V gives it together with dP, before dq and dk are
+        # there.
         peak = 6 * tensor + 4 * matrix + mask
     else:
+        # fp32: one number per row.
         statistics = 4 * heads * length
         one_pass = (
             torch.cuda.is_available()
@@ -201,6 +207,8 @@ def predicted_memory(variant: str, shape: Shape, dtype: str) -> dict[str, int]:
         )
         summed = 0 if variant == "ours" and not one_pass else 4 * q.numel()
         before = 5 * tensor + statistics
+        # Eight: the five and dq, dk, dv. Three statistics: the log-sum-exp, and the two of the
+        # backward.
         peak = 8 * tensor + 3 * statistics + summed
     return {"predicted_before_bwd_bytes": before, "predicted_peak_bytes": peak}
 
@@ -221,6 +229,7 @@ def of_shape(
         function: function of variant, shape and device that returns what to time.
     """
     case = inputs(shape, dtype, device)
+    # Before any variant runs, so that float64's temporaries are not in the memory of a row.
     expected = exact(shape, *case)
     clocks: dict[str, Callable[[], dict[str, list[float]]]] = {}
     # all graphs share their memory: of the largest, instead of the sum
@@ -247,6 +256,8 @@ def of_shape(
         del o
         graphs = {}
         if others is not None:
+            # What was held before the call is not the variant's. The inputs are counted again,
+            # because every model holds them.
             own = sum(x.nbytes for x in case) - others
             metrics |= {
                 "before_bwd_alloc_bytes": before + own,
@@ -255,6 +266,7 @@ def of_shape(
             runs = {"fwd_device": partial(fn, *case[:3]), "fwd_bwd_device": whole}
             graphs = {name: replayed(run, beside=last) for name, run in runs.items()}
             last = graphs["fwd_bwd_device"].graph
+        # Only at the end: a variant that fails above has no clock, and so is not timed.
         clocks[variant] = partial(sample_once, whole, graphs)
         return metrics
 
@@ -276,6 +288,8 @@ def of_shape(
             metrics |= rates(shape, metrics["fwd_device_p50_ms"], metrics["fwd_bwd_device_p50_ms"])
         metrics |= predicted_memory(variant, shape, dtype)
     if "yours" in clocks:
+        # A function may keep the results of its first call. So it is checked again, on other
+        # inputs.
         after = attempt(partial(error_after, function("yours", shape, device), case, shape))
         if after["status"] != "ok":
             found["yours"]["status"] = after["status"]
@@ -289,6 +303,7 @@ def error_after(fn: Attention, case: Sequence[Tensor], shape: Shape) -> dict[str
     """Return the error of a user's function on other inputs: it may remember earlier results."""
     q, k, v, do = [x.detach().flip(0, 2) for x in case]
     o, *_ = exact(shape, q, k, v, do)
+    # Only the output: a user's function may have no backward.
     return {"error": (last_head(fn(q, k, v), shape) - o).abs().max().item()}
 
 
@@ -318,6 +333,8 @@ def rates(shape: Shape, fwd_ms: float, fwd_bwd_ms: float) -> dict[str, float]:
     forward_tflop_ms = shape.flops() / 1e9  # TFLOP of the forward, times 1,000: divide by ms
     return {
         "fwd_tflop_per_s": 1.0 * forward_tflop_ms / fwd_ms,
+        # The forward has two matmuls, Q·Kᵀ and P·V. The backward has five: it computes Q·Kᵀ again,
+        # and dV, dP, dQ and dK.
         "bwd_tflop_per_s": 2.5 * forward_tflop_ms / bwd_ms,
         "fwd_bwd_tflop_per_s": 3.5 * forward_tflop_ms / fwd_bwd_ms,
         "bwd_device_p50_ms": bwd_ms,
@@ -409,6 +426,7 @@ def measure(config: AttentionSweepConfig, context: RankContext, run: Run) -> Non
 def compiled(text: str, dtype: str, variant: str, device: str) -> dict[str, object]:
     """Compile what one row needs, into the caches on disk."""
     shape = Shape.parse(text)
+    # With the backward, which is compiled when it is first called.
     both(build(variant, shape, device), *inputs(shape, dtype, device))
     return {}
 
@@ -423,6 +441,7 @@ def warm(config: AttentionSweepConfig, device: str) -> None:
         for variant in config.rows(Shape.parse(text), dtype):
             if variant in COMPILED:
                 jobs.append(partial(compiled, text, dtype, variant, device))
+    # CUDA cannot be used in a process that was forked.
     with ProcessPoolExecutor(config.warm, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(attempt, jobs))
 
@@ -495,6 +514,7 @@ def _mean_ratio(records: Sequence[Record], name: str) -> str:
     shapes is independent.
     """
     mean = f"{geometric_mean(r.metrics[name] for r in records):.3f}"
+    # A logarithm needs positive numbers: one interval that reaches 0 leaves no mean of the ends.
     intervals = [interval_of(record, name) for record in records]
     if any(each is None or each.low <= 0 for each in intervals):
         return mean
@@ -519,6 +539,8 @@ def _above_peers(case: str, name: str, rows: Sequence[Record]) -> list[str]:
     peers = [row.metrics[name] for row in rows if is_peer(row)]
     if not peers:
         return []
+    # Peers round in another order, so their errors differ by a small factor. 1e-5 keeps peers that
+    # are nearly exact from setting a limit near 0.
     limit = 3 * max(peers) + 1e-5
     # "not <=" instead of ">", because NaN is an error
     above = [row for row in rows if not row.metrics[name] <= limit]

@@ -139,6 +139,7 @@ class LongContextConfig(BenchOptions, TimingOptions):
 
     def variant(self, row: str, checkpointing: str | None = None) -> Variant:
         """Return the variant that a row times. `checkpointing` replaces its own, unless None."""
+        # unused
         strategy, own = ROWS[row]
         if checkpointing is not None:
             own = own | {"checkpointing": checkpointing}
@@ -152,11 +153,15 @@ def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
         MemoryError: nothing fits. It says by how much, and which option helps.
     """
     begin = time.monotonic()
+    # All rows are planned before anything is allocated: a long run must not end at its third row.
     steps = []
     for row in config.rows:
         strategy, _ = ROWS[row]
         steps.append(config.variant(row).options.planned(strategy))
+    # On a GPU the rows that fit are run, and the others say OOM.
     require(steps, context.device, context, some=context.device.type == "cuda")
+    # Every row has its record from the start, so that the table is complete whenever the run is cut
+    # off, and a later run finds what is left.
     if len(run.records) < len(steps):
         for row, plan in zip(config.rows, plan_steps(steps, context), strict=True):
             run.add(row, predicted(plan), **config.facts(context))
@@ -166,6 +171,8 @@ def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
             if not is_due(run.done(row), number, run.records):
                 continue
             what = f"round {number + 1}/{config.rounds}: {row}"
+            # Clocks of ranks differ, so they agree. A rank that stopped alone would leave the
+            # others waiting in a collective.
             late = time.monotonic() - begin > 60 * config.minutes
             if not collectives.all_ranks_agree(not late, context.device, context.group):
                 run.notice(
@@ -177,6 +184,8 @@ def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
             run.progress(what)
             record = run.done(row)
             run.replace(record, record.metrics | one_round(config, context, record, run, number))
+            # Wrappers and hooks form cycles. Without this the next row would not fit next to the
+            # last one's model.
             gc.collect()
             if config.variant(row).options.compile != "off":
                 torch.compiler.reset()  # compiled code keeps its model alive
@@ -224,6 +233,8 @@ def worth_timing(record: Record, records: Records) -> bool:
     status, mine = record.metrics.get("status"), record.metrics.get("step_p50_ms")
     if status not in (None, "ok"):
         return False
+    # Ours are always timed. Of the peers only the fastest decides the ratio, and each round builds
+    # an 8B model anew.
     peers = [r.metrics["step_p50_ms"] for r in timed(records) if is_peer(r.variant)]
     return mine is None or not is_peer(record.variant) or mine <= CLOSE * min(peers)
 
@@ -260,6 +271,7 @@ def time_round(
     traced: Metrics = {}
 
     def inspect(_: Variant, trial: Trial) -> None:
+        # After the timing, since reading the value waits for the device.
         losses.append(float(trial.last_loss))
         if config.profile_steps and number == config.rounds - 1:
             try:
@@ -267,6 +279,8 @@ def time_round(
             except Exception as error:  # the row was timed, whatever instruments do
                 traced["failure"] = _first_line(error)
 
+    # `auto` was resolved by the plan. Resolved again in each round, it could differ with the free
+    # memory.
     variant = config.variant(row, checkpointing=record.metrics["keeps"])
     timing = time_rounds(
         config,
@@ -281,6 +295,7 @@ def time_round(
         return {"status": "OOM", "step_p50_ms": "OOM"}
     metrics: Metrics = {"status": "ok"}
     for phase in PHASES:
+        # The medians are those of all rounds, not of this one.
         samples = [*record.metrics.get(f"{phase}_samples_ms", []), *timing.phases[phase]]
         metrics[f"{phase}_samples_ms"] = samples
         metrics |= percentile_metrics(phase, samples)
@@ -291,6 +306,8 @@ def time_round(
         metrics |= timing.compiled[0].metrics()
     metrics["peak_alloc_bytes"] = timing.peak_alloc_bytes
     peak = peak_of(context.device, config.dtype)
+    # Backward has two matmuls for each of the forward's: a gradient of the input and one of the
+    # weight. Recomputation is not counted.
     flops = 3 * forward_flops(**config.model().sizes(config.batch), causal=True).total
     share = mfu(flops, metrics["step_p50_ms"] / 1e3, peak)
     metrics["mfu_causal_pct"] = None if share is None else 100 * share
@@ -308,6 +325,7 @@ def profile(trial: Trial, steps: int, row: str, run: Run) -> Metrics:
 def compare(records: Records) -> list[Record]:
     """Return the rows, compared with the fastest of torch's, and their losses with ours."""
     done = timed(records)
+    # The fastest of torch's ways to recompute is what a user of torch would pick.
     peer = fastest([record for record in done if is_peer(record.variant)], "step_p50_ms")
     ours = row_named(OURS, done)
     found = []
@@ -329,6 +347,7 @@ def wrong_rows(records: Records) -> list[str]:
         apart = record.metrics.get("loss_rel_diff")
         if "failure" in record.metrics:
             problems.append(f"{record.variant}: {record.metrics['failure']}")
+        # "not <=", because a NaN is an error too.
         if apart is not None and not apart <= SAME_LOSS:
             problems.append(
                 f"{record.variant}: its loss differs by {100 * apart:.1f} % from that of {OURS}"

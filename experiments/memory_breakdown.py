@@ -80,10 +80,13 @@ def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
         fullest: dict[str, int | float | None] = {}
         for name in ranks[0]:
             values = [rank[name] for rank in ranks]
+            # The fullest rank is the one that runs out of memory first. On a CPU there is no
+            # allocator to ask.
             fullest[name] = None if None in values else max(values)
         run.add(variant.name, fullest, **config.facts(context), **own_facts(config.factory))
     if context.is_main:  # other ranks need not wait for the predictions
         simulated = None if config.factory is None else _simulated(config, context, rows)
+        # The name of a row may contain its bucket size.
         strategy_of = {row.name: row.strategy.name for row in rows}
         for record in list(run.records):
             strategy = strategy_of[record.variant]
@@ -105,6 +108,7 @@ def _measure(
     def mark(phase: str) -> None:
         """Count at the end of a phase of the step."""
         if phase == "backward":
+            # After backward and its synchronization, before the optimizer makes its temporaries.
             found["before_step_bytes"] = allocated_bytes(device)
             parameters = parameters_of(attached.model, attached.optimizer)
             gradients = [p.grad for p in parameters if p.grad is not None]
@@ -143,6 +147,7 @@ def _predicted(config: MemoryConfig, context: RankContext, strategy: str) -> dic
         predicted[f"predicted_peak_{category.name}_bytes"] = size
     return predicted | {
         "predicted_parameters_bytes": after_step.parameters,
+        # Under strategies with buckets `.grad` are views of them.
         "predicted_gradients_bytes": before_step.gradients + before_step.buckets,
         "predicted_optimizer_state_bytes": after_step.optimizer_state,
         "predicted_peak_alloc_bytes": expected.peak.total,
@@ -213,6 +218,7 @@ def draw(records: Records, path: Path) -> None:
         metrics, peak = record.metrics, record.metrics["peak_alloc_bytes"]
         if peak is not None:
             known = [metrics["parameters_bytes"], metrics["optimizer_state_bytes"]]
+            # The order is that of PARTS, with one more at the end.
             bars[f"{record.variant}, measured"] = [*known, 0, 0, peak - sum(known)]
         if metrics.get("predicted_peak_alloc_bytes") is None:
             continue

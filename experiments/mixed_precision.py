@@ -103,6 +103,8 @@ def accumulation(config: PrecisionConfig, device: torch.device) -> Rows:
             total = torch.zeros((), dtype=DTYPES[accumulator], device=device)
             addend = torch.tensor(ADDEND, dtype=DTYPES[held_in], device=device)
             for _ in range(TIMES):
+                # fp16 + fp32 gives fp32. Rounding to the accumulator after each addition is what
+                # accumulating in it does.
                 total = (total + addend).to(DTYPES[accumulator])
             yield (
                 f"{accumulator} += {held_in}",
@@ -138,6 +140,7 @@ def types(config: PrecisionConfig, device: torch.device) -> Rows:
         "Transformer": (partial(TransformerLM, language_model, device=device), tokens),
     }
     for case, (build, inputs) in cases.items():
+        # A new model for each, since hooks stay on a module.
         found = {low: types_of(build(), inputs, DTYPES[low]) for low in ("fp16", "bf16")}
         for part in found["fp16"]:
             yield part, case, {f"type_under_{low}": found[low][part] for low in found}
@@ -176,12 +179,14 @@ def norm(config: PrecisionConfig, device: torch.device) -> Rows:
     Its statistics are in that precision or in fp32.
     """
     generator = torch.Generator().manual_seed(0)
+    # Drawn on the CPU, so that every device has the same numbers.
     drawn = torch.randn(config.rows, WIDTH, generator=generator).to(device)
     for where, (deviation, mean) in INPUTS.items():
         for low in ("fp16", "bf16"):
             x = (deviation * drawn + mean).to(DTYPES[low])
             exact = layer_norm(x.double())
             for statistics in ("fp32", low):
+                # Both get the inputs rounded to the low precision, so only the statistics differ.
                 y = layer_norm(x.to(DTYPES[statistics])).to(DTYPES[low]).double()
                 # an infinite variance makes the whole row zero
                 lost = (y == 0).all(-1) | ~y.isfinite().all(-1)
@@ -218,6 +223,7 @@ def scaling(config: PrecisionConfig, device: torch.device) -> Rows:
     """Yield gradients under autocast at each loss scale, against those of fp32."""
     logits, exact = gradients(config, device, None, 1.0)
     sizes = exact[exact != 0].abs().log2()
+    # From below the smallest subnormal number of fp16, 2^-24, up to 1.
     exponents = torch.arange(-48, 1)
     share = (100 * torch.histc(sizes, len(exponents) - 1, -48, 0).cpu() / exact.numel()).tolist()
     where = f"loss / {config.micro_batches} micro-batches"
@@ -266,6 +272,7 @@ def gradients(
     tokens, targets = data.batch(0)
     with autocast(device, low):
         logits = model(tokens)
+        # Logits are not a leaf, and autograd would drop their gradient.
         logits.retain_grad()
         loss = cross_entropy(logits, targets) / config.micro_batches
     (loss * scale).backward()

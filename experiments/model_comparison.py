@@ -105,6 +105,7 @@ class ModelComparisonConfig(BenchOptions):
 
 def sharing(model: nn.Module, base: nn.Module) -> nn.Module:
     """Return `model`, made on meta, with the parameters of `base` themselves."""
+    # A tied head has a second name, which must also point to the shared parameter.
     for name, parameter in base.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, parameter)
@@ -122,6 +123,7 @@ def model_loss(
     )
     if device.type == "cuda":
         if how == "graphs":
+            # This mode captures CUDA graphs.
             model = torch.compile(model, mode="reduce-overhead")
         else:
             model = compiled(model, how)
@@ -140,6 +142,7 @@ def layer_loss(
 
 def _mean_square(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
     """Return a loss of a layer's output, for which there are no targets."""
+    # In fp32, since a sum of squares in bf16 would round most of its terms away.
     return model(*batch).float().square().mean()
 
 
@@ -164,7 +167,10 @@ class Way:
 
     def backward(self, batch: Any) -> Tensor:
         """Compute the gradients of a batch and leave them in `.grad`. Return its loss."""
+        # Ways share `.grad`. What another way left there must not be added to.
         self.optimizer.zero_grad(set_to_none=True)
+        # Tells CUDA graphs that the outputs of the last step may be overwritten. Other ways ignore
+        # it.
         torch.compiler.cudagraph_mark_step_begin()
         with self.autocast():
             loss = self.loss(batch)
@@ -173,6 +179,7 @@ class Way:
 
     def first(self) -> tuple[float, list[Tensor]]:
         """Return the loss and the gradients of the first batch."""
+        # Without the optimizer, so that every way is compared at the same parameters.
         loss = self.backward(self.batches[0]).item()
         gradients = []
         for group in self.optimizer.param_groups:
@@ -193,6 +200,7 @@ def first_steps(
     loss, gradients = way.first()
     found = relative_errors(loss, reference[0], gradients, reference[1])
     with peak_memory(way.batches[0][0].device) as memory:
+        # A second call: the first also holds what compilation allocates.
         way.backward(way.batches[1])
     ways[name] = way
     return found | {"peak_alloc_bytes": memory.peak_alloc_bytes}
@@ -217,12 +225,16 @@ def measure(config: ModelComparisonConfig, context: RankContext, run: Run) -> No
         base = layer("torch", shape, device, on=device)
     else:
         base = TransformerLM(shape, device=device, seed=config.seed)
+    # One optimizer for all ways, since they share the parameters. The rate is small, because
+    # hundreds of steps on a few batches must not let the loss run away.
     optimizer = torch.optim.AdamW(base.parameters(), lr=1e-5, fused=True)
     batches = synthetic_batches(context, config)
     if config.layer:
         batches = [
             (torch.randn(*tokens.shape, shape.d_model, device=device),) for tokens, _ in batches
         ]
+    # The reference: fp32 and torch's operations. It recomputes blocks, which changes no value and
+    # keeps fewer activations.
     plain = Way(
         "torch", replace(config, dtype="fp32", checkpointing="block"), base, optimizer, batches
     )
@@ -232,8 +244,10 @@ def measure(config: ModelComparisonConfig, context: RankContext, run: Run) -> No
         run.progress(f"first steps: {name}")
         make = partial(Way, name, config, base, optimizer, batches)
         rows[name] = attempt(partial(first_steps, name, ways, make, reference))
+    # Its gradients take as much memory as the parameters.
     del reference
     timer = PhaseTimer(device)
+    # A way that failed its first steps has a status, and no time.
     running = {
         name: partial(block, ways[name], timer, config.steps)
         for name in rows
@@ -245,6 +259,7 @@ def measure(config: ModelComparisonConfig, context: RankContext, run: Run) -> No
             found["step_samples_ms"] = list(itertools.chain(*taken[name]))
             found |= percentile_metrics("step", found["step_samples_ms"])
             if device.type == "cuda":
+                # After the timing, because the profiler slows the host.
                 found |= waits(ways[name], found["step_p50_ms"])
         run.add(
             name,

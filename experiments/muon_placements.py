@@ -158,14 +158,18 @@ def sent(placement: str, attached: Trial, context: RankContext) -> Metrics:
     attached()
     with CollectiveRecorder() as recorder:  # steps again with the same gradients
         attached.optimizer.step()
+    # The extra step may have left a gather of parameters in flight.
     attached.model.synchronize()
+    # Sharded strategies wrap the optimizer that steps this rank's shards.
     held = getattr(attached.optimizer, "local", None) or attached.optimizer
+    # `Muon.split` puts the matrices of the blocks first.
     matrices = held.param_groups[0]["params"]
     flops = sum(orthogonalize_flops(*whole_shape(matrix)) for matrix in matrices)
     metrics = {"optimizer_bytes": recorder.total_bytes, "muon_flops": flops}
     if placement not in SHARDED:
         return metrics
     spreads = [spread_of(matrix) for matrix in matrices]
+    # The function by which the optimizer itself chooses owners, so the closed form has the same.
     shares = divide(spreads, context.world_size)
     owners = []
     for spread in spreads:
@@ -175,6 +179,7 @@ def sent(placement: str, attached: Trial, context: RankContext) -> Metrics:
     bf16_calls = [call for call in recorder.calls if call.dtype == torch.bfloat16]
     bf16_bytes = sum(call.bytes for call in bf16_calls)
     as_predicted = len(bf16_calls) == expected.collectives and bf16_bytes == expected.bytes
+    # Ranks own different matrices, so each of them has another volume.
     right = collectives.all_ranks_agree(as_predicted, context.device, context.group)
     metrics |= {
         "muon_bytes": bf16_bytes,
@@ -185,6 +190,7 @@ def sent(placement: str, attached: Trial, context: RankContext) -> Metrics:
         work = []  # FLOPs of each owner
         for share in shares:
             work.append(sum(orthogonalize_flops(*spread.like.shape) for spread in share))
+        # The busiest owner ends last, so its FLOPs are the ones that take time.
         metrics |= {"most_work": max(work) * len(work) / sum(work), "muon_flops": max(work)}
     return metrics
 

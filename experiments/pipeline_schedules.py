@@ -74,6 +74,8 @@ class SchedulesConfig(BenchOptions, TimingOptions):
         rows = []
         for count in self.micro_batches:
             for schedule in SCHEDULES:
+                # `batch` of a trial is per rank, and all ranks together have one step's
+                # micro-batches.
                 options = replace(self, batch=-(-self.batch * count // ranks))
                 layout = Layout(pipeline=ranks, schedule=schedule)
                 for strategy in (OURS, TORCHS):
@@ -103,12 +105,14 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
     require_memory(config, rows, context)
     # Every schedule can divide this number of layers.
     task = small(num_layers=ranks * max(CHUNKS.values()), d_model=64, d_ff=128)
+    # Each schedule once, ours and torch's. More micro-batches take the same paths.
     checked = rows[: 2 * len(SCHEDULES)]
     differences = parameter_differences(context, checked, config.check_steps, run.progress, task)
     seen = {}  # row → durations of each of a rank's actions, in ms
 
     def watch(row: Variant, attached: Trial) -> None:
         if row.strategy is OURS and row.name not in seen:
+            # In steps of their own, so that the timed ones are not observed.
             seen[row.name] = [timed_actions(attached, context) for _ in range(REPEATS)]
 
     timings = time_rounds(
@@ -142,11 +146,13 @@ def timed_actions(attached: Trial, context: RankContext) -> dict[Action, float]:
     """Return ms of each action of this rank in one step, without its waiting."""
     moments: dict[Action, tuple[Instant, Instant]] = {}
     pipeline = attached.model.pipeline
+    # The pipeline calls `observe` around each action's computation, after its input has arrived.
     unobserved, pipeline.observe = pipeline.observe, partial(observed, moments, context.device)
     try:
         attached()
     finally:
         pipeline.observe = unobserved
+    # The instants of a GPU are events, and can be read only once they have passed.
     synchronize(context.device)
     return {action: elapsed_ms(begin, end) for action, (begin, end) in moments.items()}
 
@@ -178,6 +184,7 @@ def bubble(
     ranks, count = len(seen), row.micro_batches
     schedule = SCHEDULES[row.layout.schedule](ranks, count)
     timeline = simulate(schedule, durations.__getitem__)
+    # Mean over ranks of the time that actions take. What is left of the window is idle.
     busy = sum(durations.values()) / ranks
     chunks = CHUNKS.get(row.layout.schedule, 1)
     idle = closed_form(row.layout.schedule, ranks, count, chunks, durations)
@@ -185,7 +192,9 @@ def bubble(
         "closed_form_idle_pct": 100 * idle,
         "simulated_idle_pct": 100 * idle_share(timeline),
         "idle_pct": 100 * (1 - busy / window_ms),
+        # The slowest rank ends the step.
         "simulated_ms": max(steps[-1].end for steps in timeline),
+        # A rank with v stages holds a v-th of its blocks for each.
         "held": max(map(held, schedule)) / chunks,
     }
 
@@ -203,6 +212,7 @@ def closed_form(
         kind: median(ms for action, ms in durations.items() if action.kind == kind)
         for kind in "FBW"
     }
+    # ZB-H1, see `distlab.parallel.schedules`: W fills a part of the bubble of 1F1B.
     idle = (ranks - 1) * (mean["F"] + mean["B"] - mean["W"])
     return idle / (count * sum(mean.values()) + idle)
 

@@ -65,6 +65,8 @@ def compared_on(device_type: str) -> tuple[str, ...]:
     for name in strategies_on(device_type, meshes=False):
         strategy = STRATEGIES[name]
         if strategy.trains and not (strategy.is_peer and strategy.has_buckets):
+            # Tuned options of torch's DDP change its speed and not its curve, so one row of it is
+            # enough.
             compared.append(name)
     return tuple(compared)
 
@@ -102,6 +104,7 @@ class CurvesConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # A wrong option of a strategy should raise here, and not after the curves before it.
         for strategy in self.strategies:
             self.training(strategy)
 
@@ -120,6 +123,7 @@ class CurvesConfig(Options):
         return TrainConfig(
             size=self.size,
             context=self.context,
+            # Tokens are bytes.
             vocab=256,
             strategy=strategy,
             batch=self.batch,
@@ -140,6 +144,7 @@ def distance(mine: Mapping[str, Any], reference: Mapping[str, Any]) -> float | N
     """
     if not mine.get("loss") or not reference.get("loss"):
         return None
+    # A resumed run has losses only from its checkpoint on.
     late = reference["loss"][mine["first_step"] :]
     return statistics.fmean(abs(a - b) for a, b in zip(mine["loss"], late, strict=True))
 
@@ -159,6 +164,8 @@ def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     # cuDNN's backward adds in any order; the flash kernel's does not.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    # Deterministic mode fills every `torch.empty` with NaN, which costs time and changes no result
+    # of correct code.
     torch.utils.deterministic.fill_uninitialized_memory = False
     # One rank reads, because somebody may be editing these files.
     tokens = on_main(context, partial(read_text, config.text_file))
@@ -178,9 +185,11 @@ def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
         run.progress(variant)
         metrics = part()
         reference = run.done(REFERENCE)
+        # Muon's curve is another on purpose, so its distance means nothing.
         if reference and variant != MUON:
             metrics["mean_abs_loss_diff"] = distance(metrics, reference.metrics)
         run.add(variant, metrics, **curves.shared)
+        # No rank begins the next run, which may kill a rank, before rank 0 has saved this row.
         dist.barrier(context.group)
 
 
@@ -203,6 +212,8 @@ def text_of_repository(root: Path) -> np.ndarray:
     files: list[Path] = []
     for folder in FOLDERS:
         files += [path for path in (root / folder).rglob("*") if path.suffix in (".py", ".md")]
+    # Sorted, because a directory's own order differs between file systems, and runs must see one
+    # text.
     return np.frombuffer(b"".join(path.read_bytes() for path in sorted(files)), dtype=np.uint8)
 
 
@@ -233,6 +244,7 @@ class Curves:
             context.device,
             context,
         )
+        # Resumed rows are comparable only if they saw the same bytes.
         self.text = {"bytes": len(tokens), "sha256": hashlib.sha256(tokens.tobytes()).hexdigest()}
         self.shared = {
             "backend": context.backend,
@@ -281,11 +293,13 @@ class Curves:
             trainer.close()
         del trainer
         gc.collect()  # wrappers and hooks form cycles; the next strategy needs the memory
+        # The first quarter contains compilation and warm-up.
         steady = [r.step_ms for r in reports[len(reports) // 4 :]]
         losses = [r.loss for r in reports]
         return {
             "first_step": first,
             "loss": losses,
+            # A single step's loss depends on its batch.
             "final_loss": statistics.mean(losses[-LAST:]),
             "step_p50_ms": statistics.median(steady),
             "peak_alloc_bytes": memory.peak_alloc_bytes,
@@ -297,11 +311,15 @@ class Curves:
         In the first attempt the last rank dies by SIGKILL; the next one resumes.
         """
         config = self.config.training(REFERENCE, checkpoint_every=kill_at(self.config.steps) // 2)
+        # Only in the first attempt: the restarted run must pass this step. The last rank, because
+        # rank 0 writes the records.
         victim = self.context.rank == self.context.world_size - 1 and attempt == 0
 
         def die(report: StepMetrics) -> None:
             if victim and report.step == kill_at(self.config.steps):
                 print(f"rank {self.context.rank} kills itself", file=sys.stderr, flush=True)
+                # SIGKILL cannot be handled, as when a machine fails: nothing is flushed, saved or
+                # closed.
                 os.kill(os.getpid(), signal.SIGKILL)
 
         return self.curve(config, self.run.path / "killed" / "checkpoints", die)
@@ -320,10 +338,13 @@ def verdicts(records: Records) -> list[str]:
                 f"{name}: {apart:.4f} nats from {REFERENCE}'s curve, noise is {limit:.4f}"
             )
         if "loss" in metrics and metrics["first_step"] == 0:
+            # A resumed run began with a model that was trained already.
             first, last = metrics["loss"][0], metrics["loss"][-1]
             if not last < first:
                 problems.append(f"{name}: the loss did not fall ({first:.3f} → {last:.3f})")
     killed = by_name.get(KILLED)
+    # Without a checkpoint the second attempt would train from the start, and its curve would look
+    # right.
     if killed and killed["first_step"] == 0:
         problems.append(f"{KILLED}: was not resumed from a checkpoint")
     return problems
@@ -337,6 +358,8 @@ def tolerance(records: Records) -> float | None:
     by_name = {record.variant: record.metrics for record in records}
     if REFERENCE not in by_name or ROUNDING not in by_name:
         return None
+    # Another strategy sums in another order, as two micro-batches do. Twice, because two such
+    # differences may add.
     return max(0.01, 2 * distance(by_name[ROUNDING], by_name[REFERENCE]))
 
 

@@ -93,6 +93,7 @@ def console() -> None:
     """
     outlive_readers()
     code = main()
+    # A command that has not imported torch.distributed has no threads of gloo to leave behind.
     if "torch.distributed" in sys.modules:
         from distlab.comm.rank_process import leave_process
 
@@ -118,10 +119,12 @@ def _to_end(name: str, work: Callable[[], int]) -> int:
         is_rank = "ROLE_RANK" in os.environ  # whose launching process has said it
         loading = contextlib.nullcontext() if is_rank else say_if_slow(f"{name}: loading torch")
         with ended_at_once(name, speaks=speaks), loading:
+            # Imported here, where a signal ends the process at once and a slow import is announced.
             import torch.distributed  # noqa: F401
         try:
             return work()
         except Exception as error:
+            # A bug of ours: its traceback is the report.
             if (message := message_of(error)) is None:
                 raise
             if _speaks():
@@ -182,6 +185,7 @@ def run(arguments: Arguments) -> int:
                 "torchrun's --max-restarts needs a --name, under which restarted ranks resume"
             )
         if frame.max_restarts:
+            # Restarted ranks get the same arguments, and so the name that the first attempt had.
             arguments = [*arguments, "--name", datetime.now(UTC).strftime("%Y%m%d-%H%M%S")]
 
     def listed(context: RankContext) -> int:
@@ -228,6 +232,7 @@ def show(arguments: Arguments) -> int:
     from distlab.runs import REDRAWN, new_folder, rows_of
     from launch.runs import refresh_index
 
+    # All names are looked up first, so that one that is misspelt leaves no folder.
     files = [rows_of(run, args.out, ROOT) for run in args.files]
     records = [record for file in files for record in read_json(file)]
     if not records:
@@ -236,11 +241,13 @@ def show(arguments: Arguments) -> int:
     check_records(view, records)
     with reading(files):  # before there is a folder
         records = view.derived(records)
+        # Made and dropped: rows that this version cannot show raise here.
         view.headline_of(records), view.table(records)
         if args.table:
             print(view.table(records, args.table))
             return 0
     with reading(files), new_folder(args.out, view.name) as folder:
+        # Pictures of the rows are drawn again by `write`, over these.
         for file in files[0].parent.glob("*.png") if len(files) == 1 else []:
             shutil.copy(file, folder)
         (folder / REDRAWN).write_text(

@@ -96,6 +96,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if verdict.right else 1
 
     command = ["check", *arguments]
+    # Started by torchrun, whose process writes the ranks' output.
     if RankEnvironment.read().launched:
         return run_on_ranks(work, command, options, 2, NAME)
     folder = Path(tempfile.mkdtemp(prefix="distlab-check-"))
@@ -105,12 +106,16 @@ def main(arguments: Sequence[str]) -> int:
         with _stderr_into(folder / STDERR):
             code = run_on_ranks(work, command, options, 2, NAME, judged)
         written = (folder / STDERR).read_text(errors="replace")
+        # Rank 0 came to a verdict, and the command ended by it. All other ends are told in one
+        # sentence.
         if judged.exists() and code == int(judged.read_text()):
             print(written, end="", file=sys.stderr, flush=True)
             return code
         said = _what_happened(written, folder / STDERR)
+        # The sentence names the log, which the user may want to read.
         keep = str(folder) in said
         print(said, file=sys.stderr, flush=True)
+        # Without a verdict nothing is known to be right, so the code must not be 0.
         return code or 1
     finally:
         if not keep:

@@ -66,6 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError("give the folder of a submission")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this machine has no GPU; leave it out")
+    # NCCL needs a GPU per rank. With one GPU the ranks share it over gloo.
     backend = "gloo"
     if options.device == "cuda" and torch.cuda.device_count() > 1:
         backend = "nccl"
@@ -85,6 +86,7 @@ def main(arguments: Sequence[str]) -> int:
             progress=progress,
         )
 
+    # Threads are enough: submissions run in child processes, and the threads wait for them.
     with ThreadPoolExecutor(options.jobs) as pool:
         reports = list(pool.map(examine, options.folders))
     progress.close()
@@ -96,6 +98,7 @@ def show(reports: Sequence[Report], options: GradeOptions) -> None:
     """Print reports in the form that was asked for. Without such a form, write a page for each."""
     if options.csv:
         rows = [report.csv_row() for report in reports]
+        # Reports may have different columns, and a CSV has one header.
         titles = list(dict.fromkeys(title for row in rows for title in row))
         writer = csv.DictWriter(sys.stdout, titles)
         writer.writeheader()

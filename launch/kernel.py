@@ -122,6 +122,8 @@ def examine_and_time(options: KernelOptions, device: str, folder: Path) -> int:
     timing = Timing()
     if options.time or (options.time is None and device == "cuda"):
         fatal = [kind for kind in report.wrong if kind in FATAL]
+        # Timing calls the kernel many times, and one that hangs, ends its process or breaks the GPU
+        # would give no times.
         if fatal:
             timing = Timing(problem=f"not timed: it {fatal[0]}")
         else:
@@ -130,6 +132,7 @@ def examine_and_time(options: KernelOptions, device: str, folder: Path) -> int:
     progress.close()
     page = write_page(folder, options.kernel, device, options.seed, report, timing)
     refresh_index(options.out)
+    # Timed sizes are larger, and a kernel may be wrong there alone.
     code = 0 if report.is_right and not timing.is_wrong else 1
     if options.json:
         answer = {"kernel": options.kernel, "device": device, **report.to_dict()}

@@ -69,15 +69,19 @@ def timed(kernel: str, operation: str, device: str, out: str, name: str) -> Timi
         name: name of the run.
     """
     experiment, options = options_for(operation, device)
+    # -P: a launch.py in the user's folder must not be taken for ours.
     command = [sys.executable, "-P", "-m", "launch", "run", experiment, *options]
     command += ["--yours", kernel, "--device", device, "--out", out, "--name", name]
     command += ["--fresh", "--json"]
+    # The experiment must find the user's kernel wherever this process did.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if device == "cpu":
+        # A CPU runs Triton's kernels only in the interpreter.
         environment["TRITON_INTERPRET"] = "1"
     try:
         done = subprocess.run(
             command,
+            # A kernel that reads from the terminal ends instead of waiting.
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -93,6 +97,7 @@ def timed(kernel: str, operation: str, device: str, out: str, name: str) -> Timi
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         return Timing(problem=f"not timed: {experiment} failed ({lines[-1]})")
     view = load(experiment).EXPERIMENT.view
+    # Records hold what was measured. Ratios and verdicts are derived when they are shown.
     records = view.derived(read_json(folder / "records.json"))
     return Timing(records=records, view=view, page=page)
 

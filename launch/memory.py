@@ -54,6 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     print(f"{found}\n")
     if options.against is not None:
         changes = difference(explain(read_snapshot(options.against)), found)
+        # Names in a snapshot are anyone's, and may hold what a terminal would obey.
         print(f"{for_terminal(changes)}\n")
     records = records_of(found, for_terminal(Path(options.snapshot).name))
     with new_folder(options.out, NAME) as folder:

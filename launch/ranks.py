@@ -135,15 +135,19 @@ def run_on_ranks(
             timeout_s=options.timeout,
             name=name,
         )
+    # With gloo the number of GPUs does not matter.
     gpus = torch.cuda.device_count() if options.backend != "gloo" else 0
     ranks = options.nproc or ranks or gpus or 2
     with tempfile.TemporaryDirectory(prefix="distlab-") as folder:
         verdict = Path(folder) / "exit_code" if verdict is None else verdict
+        # Ranks inherit the environment. An exit code of theirs would look like a crash, see
+        # `_leave_verdict`.
         os.environ[VERDICT_FILE] = str(verdict)
         try:
             code = start_ranks(arguments, ranks, options.backend, options.max_restarts)
         finally:
             del os.environ[VERDICT_FILE]
+        # A code of a rank that failed is worth more than a verdict that was written before.
         return int(verdict.read_text()) if code == 0 and verdict.exists() else code
 
 

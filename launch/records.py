@@ -99,6 +99,7 @@ def cases(machine: str, manifest: Path = MANIFEST) -> list[Case]:
     if machine not in known:
         raise ValueError(f"machine {machine!r} is unknown; {manifest.name} has {', '.join(known)}")
     experiments = known[machine]
+    # The only entry of a machine that is not an experiment.
     ranks = experiments.pop("ranks")
     found = []
     for experiment, entries in experiments.items():
@@ -175,6 +176,8 @@ def main(arguments: Sequence[str]) -> int:
             f"records are of a commit, and this tree is {now or 'in none'}: commit first, or "
             "--commit SHA"
         )
+    # A record of this commit is not measured again, so the command can be repeated until all are
+    # done.
     left = [case for case in wanted if case.commit(into) != now]
     with tempfile.TemporaryDirectory() as before:
         failed, renewed = measure(left, now, into, args.minutes, Path(before))
@@ -237,6 +240,7 @@ def measure(
     renewed = []
     for case in left:
         spent = (time.monotonic() - begin) / 60
+        # Later cases may be shorter, and still fit.
         if spent + case.minutes > minutes:
             print(f"left: {case.record}, {case.minutes:g} minutes", file=sys.stderr)
             continue
@@ -253,6 +257,7 @@ def measure(
             name = f"{experiment}/{case.run}"
             file = file_of(name, into)
             if file.exists():
+                # Kept for `say_moved`, which compares the new record with it.
                 copy(file, file_of(name, before))
             copy(folder / "records.json", file)
             renewed.append(name)

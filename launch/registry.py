@@ -76,6 +76,7 @@ def question_of(module: str) -> str:
     """Return the first line of the docstring of a module under experiments/."""
     path = EXPERIMENTS.joinpath(*module.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    # Read as text: importing every experiment would import torch.
     with open(file, encoding="utf-8") as source:
         return source.readline().strip().removeprefix('"""')
 

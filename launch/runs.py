@@ -46,6 +46,7 @@ def runs(arguments: Sequence[str]) -> int:
     parser = runs_parser()
     args = parser.parse_args(arguments)
     out = Path(args.out)
+    # The default folder need not exist yet. One that was named and does not exist is a mistake.
     if args.out != parser.get_default("out") and not out.is_dir():
         raise ValueError(
             f"--out {out} is not a folder: give one that holds results, or leave it out for outputs"
@@ -132,6 +133,8 @@ def judged(rows: Records, limit_pct: float) -> tuple[int, str]:
     )
     failed, unsure = failures(rows, limit_pct), undecided(rows, limit_pct)
     moved = machine_moved(rows) is not None
+    # A row that is gone fails in any case. Slower rows do not if all moved together: that is the
+    # machine, and no row stands out.
     if gone(rows) or (failed and not moved):
         return 1, f"{more}, or gone: {', '.join(failed)}"
     if moved:
@@ -221,4 +224,5 @@ def _defaults(name: str, on_gpu: bool) -> Mapping[str, Any]:
     experiment = load(name).EXPERIMENT if name in experiments() else None
     if experiment is None:
         return {}
+    # The preset of the device is what a run without options has.
     return plain(vars(experiment.config(**experiment.preset("", on_gpu))))

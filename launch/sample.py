@@ -61,9 +61,11 @@ def sample(context: RankContext, args: SampleOptions) -> int:
             f"{stored.path} was not trained on bytes (vocabulary of {model.config.vocab_size})"
         )
     for prompt in _lines(context) if args.prompt is None else [args.prompt]:
+        # The bytes that were typed, also those that are not UTF-8.
         bytes_T = torch.tensor(list(os.fsencode(prompt)), dtype=torch.int64, device=context.device)
         tokens = generate(model, bytes_T, args.tokens, temperature=args.temperature, seed=args.seed)
         if context.is_main:
+            # A model of bytes may end within a character, or write none.
             text = bytes(tokens.tolist()).decode(errors="replace")
             print(for_terminal(text) if sys.stdout.isatty() else text, flush=True)
     if context.is_main:

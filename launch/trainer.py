@@ -85,6 +85,7 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
         (plan,) = plan_steps([step], context, config.accumulate)
         if context.is_main:
             print(plan, flush=True)
+        # After the plan is printed, so that one that does not fit is also seen.
         require([step], context.device, context)
         return 0
     name = run_name(args, data, config)
@@ -97,6 +98,7 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
         shared["strategy"] = args.wrap or config.strategy
         shared["trained_by"] = who_trained(journal)
         if data.is_bytes and metrics["validation_loss"] is not None:
+            # nats to bits. A token is a byte here.
             metrics["validation_bits_per_byte"] = metrics["validation_loss"] / math.log(2)
         record = Record(
             NAME,
@@ -166,6 +168,8 @@ def has_record(folder: Path, steps: int) -> bool:
     records, page = folder / "records.json", folder / "report.html"
     try:
         same = read_json(records)[0].metrics["steps"] == steps
+        # The page is written last. An older one is of a run before, whose successor died in
+        # between.
         return same and page.stat().st_mtime_ns >= records.stat().st_mtime_ns
     except (OSError, ValueError, LookupError):
         return False

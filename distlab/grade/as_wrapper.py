@@ -58,6 +58,7 @@ def timed(folder: Path, adapters: str, parts: list[str]) -> str:
     command += ["--strategies", "local", "naive", "overlap", "bucketed", "torch-ddp", "--wrap"]
     command += [f"distlab.grade.as_wrapper:{part.replace('-', '_')}" for part in parts]
     environment = {**os.environ, FOLDER: str(folder), ADAPTERS_OF: adapters}
+    # The benchmark runs in another folder, and must find the lab and what the submission imports.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     try:
         done = subprocess.run(
@@ -70,6 +71,7 @@ def timed(folder: Path, adapters: str, parts: list[str]) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"not timed: the benchmark did not end within {MOST_S:g} s"
+    # 1 stands for a row that is wrong. The table then says which.
     if done.returncode not in (0, 1) or not done.stdout.strip():
         lines = done.stderr.strip().splitlines() or ["no output"]
         return f"not timed: {lines[-1]}"

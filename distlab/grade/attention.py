@@ -34,6 +34,7 @@ def invariants(part: Part, dtypes: tuple[str, ...]) -> list[Invariant]:
         prefix = "causal: " if is_causal else ""
         for family, cases in families_of(part.kind, is_causal, dtypes).items():
             for pass_name in ("forward", "backward"):
+                # A forward does not get an upstream gradient.
                 if family.startswith("upstream") and pass_name == "forward":
                     continue
                 found.append(
@@ -142,6 +143,8 @@ def _saves_log_sum_exp(ranks: Noted) -> None:
 def _saves_no_scores(ranks: Noted, length: int) -> None:
     """Raise Broken if a saved tensor has an element for each pair of a query and a key."""
     for each in ranks[0]["saved"]:
+        # Every tensor of a query and a key per element is at least that large. All others grow with
+        # the length alone.
         if each.numel() >= length * length:
             raise Broken("no tensor of length × length", f"one of shape {tuple(each.shape)}")
 

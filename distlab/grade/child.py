@@ -46,6 +46,7 @@ def main(job: Job, rank: int, folder: str) -> None:
     results = Path(folder)
     _redirect(results / f"printed{rank}")
     resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_WRITTEN, MOST_WRITTEN))
+    # A crash would otherwise write a file as large as the process.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     os.environ.clear()
@@ -55,6 +56,7 @@ def main(job: Job, rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # objects of torch, of which there are so many that looking through them takes long
     stacks = (results / f"stack{rank}").open("w")  # written to when the time is over
+    # A second before the parent ends this process, which could not say where it was.
     faulthandler.dump_traceback_later(job.seconds - 1, file=stacks)
     found: dict[str, Any]
     try:
@@ -67,6 +69,7 @@ def main(job: Job, rank: int, folder: str) -> None:
         else:
             found = _raised(error, Path(job.folder))
     torch.save(found, results / f"partial{rank}")
+    # A rename is atomic, so the parent never reads half a file.
     os.rename(results / f"partial{rank}", results / f"rank{rank}.pt")
     with contextlib.suppress(ValueError, OSError):  # the submission may have closed it
         sys.stdout.flush()
@@ -89,6 +92,7 @@ def _run(job: Job, rank: int, results: Path) -> Any:
             init_method=f"file://{results}/store",
             rank=rank,
             world_size=job.ranks,
+            # Before the limit of the experiment, so that a rank that waits in vain can say so.
             timeout=timedelta(seconds=max(5.0, job.seconds - 5)),
             device_id=device if job.backend == "nccl" else None,
         )

@@ -128,6 +128,7 @@ class _Copy:
         self._make()
 
     def _make(self) -> None:
+        # Links are copied as links: what they lead to is not part of the submission.
         shutil.copytree(self.source, self.folder, ignore=LEFT_OUT, symlinks=True)
         self.listing = self._list()
 
@@ -205,6 +206,7 @@ class _Part:
             if row is None:  # it does not apply
                 continue
             found.append(row)
+            # Without the hook every further row would say the same.
             if row.status == NOT_HANDED_IN and len(found) == 1:
                 return found
         if self.part.name == "rmsnorm-pytorch":
@@ -234,6 +236,7 @@ class _Part:
             if observed.missing:
                 return replace(here, status=NOT_HANDED_IN, seen=observed.missing)
             if observed.failure:
+                # The experiment of several invariants has one failure, and one row says what it is.
                 if not is_first:
                     return replace(here, status=NOT_EXAMINED, seen=f"as above: {observed.failure}")
                 is_harmless = observed.failure.startswith(RAISES) and invariant.may_refuse
@@ -260,6 +263,8 @@ class _Part:
         self, experiment: str, settings: dict[str, Any], ranks: int, seconds: float
     ) -> Observed:
         """Run an experiment in child processes, with the copy as it was."""
+        # Every experiment finds the files as they were handed in, whatever the one before did to
+        # them.
         self.copy.restore()
         device = self.device
         if ranks > 0 and self.backend == "gloo":

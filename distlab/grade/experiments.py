@@ -338,6 +338,7 @@ def state_bytes(optimizer: Any, parameters: list[nn.Parameter]) -> int:
         seen.add(id(value))
         if is_tensor(value):
             storage = value.untyped_storage()
+            # Steps are counted in tensors of one element, which every rank may have.
             if value.numel() > 1 and storage.data_ptr() not in skipped:
                 storages[storage.data_ptr()] = storage.nbytes()
         elif isinstance(value, dict):
@@ -377,6 +378,7 @@ def train_fsdp(
     module = Words(place.rank, linear, embedding, is_tied, is_frozen).to(place.device)
     model = _wrapped_fsdp(place, module, compute_dtype)
     gather = function_of(place.module, GATHER)
+    # Otherwise this name would keep parameters alive that the wrapper has replaced.
     del module
     held = _Held(model, place.device)
     noted: Noted = {
@@ -421,6 +423,7 @@ def train_fsdp(
                 "dtypes": held.dtypes,
             }
         )
+        # Their graph would count as held.
         del logits
         optimizer.step()
         noted["full"].append(_gathered(gather, model))
@@ -496,6 +499,7 @@ class _Held:
 
     def bytes(self) -> int:
         """Return the bytes that are held now."""
+        # Tensors in cycles are not held by anything, but still alive.
         gc.collect()
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)

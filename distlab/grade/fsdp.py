@@ -116,6 +116,7 @@ def _starts(ranks: Noted) -> None:
         seen = _whole(noted, 0)
         for name, parameter in expected.named_parameters():
             mine = seen[_matching(list(seen), name)]
+            # Bit for bit: a broadcast or a gather rounds nothing.
             if is_near(mine, parameter.detach(), 0.0):
                 continue
             what = largest_difference(mine, parameter.detach())
@@ -222,6 +223,7 @@ def _gradients(ranks: Noted) -> None:
             total += 4 * torch.Size(gradient).numel()
         if total == 0:
             raise Broken("gradients in parameters()", f"none on rank {rank}")
+        # Parameters that are not sharded have whole gradients.
         most = 1.1 * _bytes(is_sharded=True) / number + _bytes(is_sharded=False)
         if total > most:
             raise Broken(

@@ -64,8 +64,10 @@ def is_near(seen: Tensor, expected: Tensor, relative: float = RELATIVE) -> bool:
     """Return whether two tensors are equal up to rounding."""
     if seen.shape != expected.shape:
         return False
+    # Relative to the largest element, since sums of many terms cancel to small ones.
     allowed = relative * expected.abs().max().item() + ABSOLUTE if expected.numel() else 0.0
     difference = (seen.double() - expected.double()).abs()
+    # A comparison with NaN is False, and would pass as no difference.
     return bool(torch.isfinite(difference).all()) and not bool((difference > allowed).any())
 
 

@@ -34,6 +34,7 @@ class Branches(nn.Module):
 
     def __init__(self, form: str, seed: int, is_last: bool = False, width: int = WIDTH) -> None:
         super().__init__()
+        # A seed per rank makes a missing broadcast visible.
         torch.manual_seed(seed)
         self.form = form
         self.is_last = is_last

@@ -71,6 +71,7 @@ def observe(job: Job) -> Observed:
             with _environment_of(job.is_interpreted):
                 process.start()
             children.append(process)
+        # All children are started before: ranks wait for each other.
         failure = _wait(job, children, folder)
         return _collected(job, children, folder, failure)
     finally:
@@ -194,6 +195,7 @@ def _collected(job: Job, children: list[Any], folder: Path, failure: str) -> Obs
         # Only tensors and plain containers can be read; anything else is refused by torch.
         found.append(torch.load(file, weights_only=True) if file.exists() else None)
     for saved in found:
+        # Before errors: a rank without the hook makes the others wait in vain.
         if saved and "missing" in saved:
             observed.missing = saved["missing"]
             return observed

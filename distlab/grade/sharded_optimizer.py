@@ -87,6 +87,7 @@ def _as_adamw(ranks: Noted, scenario: str) -> None:
 def _shares_state(ranks: Noted) -> None:
     """Raise Broken unless the moments are shared out, each of them to one rank."""
     sizes = [4 * parameter.numel() for parameter in parameters_of(SHAPES)]
+    # AdamW keeps two moments of each parameter.
     whole = 2 * sum(sizes)
     number = len(ranks)
     # Whole parameters cannot be cut evenly: a rank may have one of the largest more.

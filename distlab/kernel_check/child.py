@@ -118,6 +118,8 @@ def examined(
                 raise ValueError(watched.error)
             if ended:
                 break
+            # After the input that ran. At least one further, so that a child that dies before its
+            # first input is not started forever.
             skipped = max(watched.number + 1, skipped + 1)
         output.seek(0)
         printed = output.read(MOST_OUTPUT).decode(errors="replace")
@@ -150,6 +152,7 @@ def _run_child(
         env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         start_new_session=True,  # so that it can be ended with all that it starts
     )
+    # This process must not keep the pipe open: its end tells that the child is gone.
     os.close(writer)
     try:
         return _listen(child, reader, watched, output, case_s)
@@ -178,16 +181,19 @@ def _listen(
         received = os.read(reader, 2**16)
         if not received:  # the child is gone
             return _why_gone(child, watched)
+        # A read may end within a line. The rest of it comes with the next one.
         *lines, buffered = (buffered + received).split(b"\n")
         for line in lines:
             message = json.loads(line)
             watched.hear(message)
+            # From the first result on, imports and compilation are behind.
             if "outcome" in message:
                 limit_s = case_s
             if "done" in message:
                 return True
             if "again" in message:
                 return False
+        # A message is a sign of life.
         deadline = time.monotonic() + limit_s
 
 

@@ -70,6 +70,7 @@ class GuardedAllocations(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name not in UNINITIALISED + INITIALISED or not isinstance(result, Tensor):
             return result
+        # There is no memory around them that could be overwritten.
         if result.device.type == "meta" or result.numel() == 0:
             return result
         guarded = self._guarded(result)
@@ -81,6 +82,7 @@ class GuardedAllocations(TorchDispatchMode):
         """Return a tensor of the same shape, strides and dtype in a new buffer."""
         extent = 1
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            # Index of the last element plus 1: strides may leave gaps.
             extent += (size - 1) * stride
         length = extent * tensor.element_size()
         whole = torch.full(

@@ -142,6 +142,7 @@ def simpler(case: Case, operation: Operation) -> Iterator[Case]:
     for name, size in case.sizes:
         for smaller in sorted(set(operation.sizes[name])):
             sizes = {**dict(case.sizes), name: smaller}
+            # Small sizes first, so that the first one that still fails is the smallest.
             if smaller < size and operation.is_valid(sizes):
                 yield replace(case, sizes=tuple(sizes.items()))
 
@@ -210,6 +211,7 @@ def laid_out(values: Tensor, layout: str, fill: float) -> LaidOut:
         shape = (1,) * extra + shape
         strides = [strides[0] * values.shape[0]] * extra + strides
         values = values.reshape(shape)
+    # Elements from the first to the last, gaps included.
     extent = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
     # A kernel that takes an expanded tensor for a contiguous one reads `numel` elements. They are
     # in the buffer, so that such a kernel returns NaN and does not crash.

@@ -138,6 +138,8 @@ def _outcome(
         # First with guards, which catch what would otherwise destroy memory of others.
         guarded = guarded_run(call, operation, case, tensors, NAN).to_cpu()
         has_backward = guarded.has_backward
+        # NaN may come from memory next to the inputs, or from memory of `empty` that was never
+        # written. With 0 in the latter it is gone in the second case alone.
         if expected.is_nan_of(guarded):
             zeroed = guarded_run(call, operation, case, tensors, 0).to_cpu()
             if not expected.is_nan_of(zeroed):
@@ -145,6 +147,7 @@ def _outcome(
                     "uninitialised memory",
                     "it returns NaN if the memory that it allocates with torch.empty holds NaN",
                 )
+        # Without guards, as the kernel is called in use. These are the results that are judged.
         found = run(call, operation, case, tensors).to_cpu()
         expected.compare(found)
     except Wrong as wrong:
@@ -221,6 +224,7 @@ def run(call: Function, operation: Operation, case: Case, tensors: Sequence[Tens
     Raises:
         Wrong: it returned something else than tensors, or changed an input.
     """
+    # As bytes, since NaN is not equal to itself.
     before = [_bits_around(tensor).clone() for tensor in tensors]
     leaves = []
     for argument, tensor in zip(operation.arguments, tensors, strict=True):
@@ -272,6 +276,7 @@ def upstream_of(result: Tensor, case: Case) -> Tensor:
         return buffer[0].expand(result.shape)
     values = torch.randn(result.shape, generator=generator).to(result.device, result.dtype)
     if case.upstream == "transposed" and result.ndim >= 2:
+        # The same values, with the columns next to each other in memory.
         return values.mT.contiguous().mT
     return values
 
@@ -370,6 +375,7 @@ def _has_new_nan(mine: Tensor, exact: Tensor) -> bool:
 
 def _rounded(tensor: Tensor) -> Tensor:
     """Return a tensor whose elements are changed by a rounding of fp32, up or down."""
+    # Random signs, since errors in one direction might cancel in a difference or a ratio.
     signs = torch.randint(2, tensor.shape, generator=torch.Generator().manual_seed(7)) * 2 - 1
     return tensor * (1 + torch.finfo(torch.float32).eps * signs.to(tensor.device))
 
@@ -449,6 +455,7 @@ def _compare(
     condition_error = _largest((near - exact).abs()[fits])
     eps = torch.finfo(dtype).eps
     largest = exact[fits].abs().max()
+    # For each element the sum of what each source of rounding may contribute.
     allowed = (
         TIMES_TORCH * usual_error
         + TIMES_CONDITION * condition_error

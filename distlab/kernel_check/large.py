@@ -94,6 +94,7 @@ def judge_large(
     """
     needed = _bytes_needed(operation, case)
     if device.type == "cuda":
+        # The allocator's cached blocks would count as taken.
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
         if free < needed:
@@ -105,7 +106,9 @@ def judge_large(
     parts = _parts(operation, case, elements)
     tensors = _drawn(operation, case, parts, device)
     rows = [_rows_of(each, tensor, operation, parts) for each, tensor in _named(operation, tensors)]
+    # Before the kernel runs, which may overwrite its inputs.
     expected = Expected(operation, case, rows)
+    # The comparison has its own copies on the CPU.
     del rows
     call = call_of(function, operation)
 
@@ -167,6 +170,8 @@ def _drawn(
     for argument in operation.arguments:
         shape = tuple(sizes[name] for name in argument.shape)
         if argument.role == "targets":
+            # Only the rows to compare count in the mean, so their loss can be computed without the
+            # others.
             targets = torch.full(shape, IGNORED, device=device)
             for part in parts:
                 classes = sizes[argument.of]

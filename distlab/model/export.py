@@ -37,6 +37,8 @@ def export(model: TransformerLM, folder: Path) -> None:
         OSError: the folder cannot be written.
     """
     tensors = llama_tensors(model)
+    # The format: 8 bytes with the length of the header, the header as JSON, and the tensors one
+    # after the other.
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for name, tensor in tensors.items():
@@ -69,6 +71,7 @@ def llama_tensors(model: TransformerLM) -> dict[str, Tensor]:
         if len(names) == 1:
             parts = [tensor]
         else:
+            # The rows of q, k and v are stacked in this order.
             parts = tensor.split([config.d_model, config.kv_width, config.kv_width])
         for llama_name, part in zip(names, parts, strict=True):
             found[f"{prefix}{llama_name}.weight"] = part

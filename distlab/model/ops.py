@@ -90,11 +90,13 @@ def naive_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
         shared_by = q_BHTD.shape[1] // k_BHTD.shape[1]
         k_BHTD, v_BHTD = (x.repeat_interleave(shared_by, dim=1) for x in (k_BHTD, v_BHTD))
     scores_BHTT = q_BHTD @ k_BHTD.transpose(-2, -1) / math.sqrt(D)
+    # True above the diagonal: the keys that come after a query.
     future_TT = torch.ones(T, T, dtype=torch.bool, device=q_BHTD.device).triu(diagonal=1)
     scores_BHTT = scores_BHTT.masked_fill(future_TT, float("-inf"))
     weights_BHTT = scores_BHTT.softmax(
         dim=-1, dtype=torch.promote_types(scores_BHTT.dtype, torch.float32)
     )
+    # Rounded to the dtype of the values, so that the matmul runs on tensor cores.
     return weights_BHTT.to(v_BHTD.dtype) @ v_BHTD
 
 
@@ -134,6 +136,7 @@ class _MixedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        # rstd = 1/√(mean(x²) + eps), one fp32 number per row, which backward needs.
         y, rstd = torch.ops.aten._fused_rms_norm(x.to(weight.dtype), weight.shape, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
         return y.to(x.dtype)
@@ -142,6 +145,7 @@ class _MixedRMSNorm(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         _refuse_create_graph("a norm of x in a narrower dtype than the weight's")
         x, weight, rstd = ctx.saved_tensors
+        # Backward casts x a second time. That costs a pass, and saves keeping the copy.
         wide = (dy.to(weight.dtype).contiguous(), x.to(weight.dtype))
         needs = list(ctx.needs_input_grad[:2])
         dx, dw = torch.ops.aten._fused_rms_norm_backward(*wide, weight.shape, rstd, weight, needs)
@@ -261,6 +265,8 @@ class _CastLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        # Not saved as a tensor: backward needs the parameter object, whose `gradient_target` it
+        # fills.
         ctx.weight = weight
         ctx.x_dtype = x.dtype
         x = x.to(dtype)
@@ -274,6 +280,7 @@ class _CastLinear(torch.autograd.Function):
         x, cast = ctx.saved_tensors
         dx = None
         if ctx.needs_input_grad[0]:
+            # y = x·Wᵀ, so dx = dy·W and dW = dyᵀ·x.
             dx = (dy @ cast).to(ctx.x_dtype)
         dw = None
         if ctx.needs_input_grad[1]:
@@ -389,6 +396,7 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """
     logits = logits_BTV.flatten(0, -2)
     wide = torch.promote_types(logits.dtype, torch.float32)
+    # In fp32: a sum of V exponentials, of 150,000 for example, loses digits in 16 bits.
     return F.cross_entropy(logits.to(wide), targets_BT.flatten())
 
 

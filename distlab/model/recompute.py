@@ -39,6 +39,8 @@ def contexts(keep: str) -> tuple[Any, Any]:
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = operator._schema.name if hasattr(operator, "_schema") else ""
         keeps = name in ATTENTION and "attention" in kept
+        # The matmuls of a block run in a fixed order, so a count tells which one this is. The
+        # forward and its recomputation count separately.
         if name == "aten::mm":
             number = matmuls[context.is_recompute]
             keeps = number % 2 == 0 if every_other else MATMULS[number] in kept

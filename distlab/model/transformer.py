@@ -134,6 +134,7 @@ class Attention(nn.Module):
     def forward(self, x_BTd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         qkv_BTHD = self.qkv(self.ops.enter(x_BTd)).unflatten(-1, (-1, self.head_dim))
         # Numbers of heads on this rank. Ranks of tensor parallelism share the heads.
+        # For each head of keys there are H/K heads of queries, one of keys and one of values.
         K = qkv_BTHD.shape[2] // (self.num_heads // self.kv_heads + 2)
         H = qkv_BTHD.shape[2] - 2 * K
         # Rotating queries and keys together takes half the launches. A single split takes a single
@@ -199,6 +200,7 @@ class Block(nn.Module):
 
     def _layer(self, x_BTd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         branch_BTd = self.dropout(self.attention(self.attention_norm(x_BTd), cos, sin))
+        # The norm also returns the sum: with a fused kernel, adding costs no pass of its own.
         normed_BTd, x_BTd = self.feed_forward_norm(branch_BTd, x_BTd)
         return x_BTd + self.dropout(self.feed_forward(normed_BTd))
 
@@ -286,6 +288,7 @@ class TransformerLM(nn.Module):
         cos, sin = rope_tables(positions_T, config.head_dim, config.rope_theta)
         x_BTd = self.dropout(self.embedding(tokens_BT)) if x is None else x
         choice = self.checkpoint_blocks if torch.is_grad_enabled() else "none"
+        # Without gradients nothing is kept, and so nothing is recomputed.
         levels = kept_levels(choice, config.num_layers)
         block_by_number = dict(self.blocks.named_children())  # of a pipeline's rank: some of them
         running = [(block_by_number[str(number)], levels[number]) for number in blocks]

@@ -76,6 +76,8 @@ def layout_volume(
         return None
     context_of_rank = context // sharing
     blocks, groups = _recomputed(keeps, shape.num_layers)
+    # Blocks have four transfers in the forward. A recomputed one repeats them, except the last
+    # reduce-scatter of its group.
     of_tensor = tensor_volume(
         shape,
         batch=batch,
@@ -100,6 +102,8 @@ def layout_volume(
         micro_batches=micro_batches,
         itemsize=precision.residual,
     )
+    # The data strategy sends once per step, the other axes once per micro-batch. `pipeline_volume`
+    # has counted the micro-batches already.
     return of_strategy + (of_tensor + of_context) * micro_batches + of_pipeline
 
 
@@ -151,10 +155,13 @@ def tensor_volume(
     of_blocks = 2 * 4 * shape.num_layers + again
     of_head = 2 if shape.has_head else 0
     of_embedding = 2 if shape.has_embedding else 0
+    # Of each row: its largest logit, the sum of its exponentials, and the target's logit, which one
+    # rank has.
     of_loss = 3 if shape.has_head else 0
     sent_bytes = (of_blocks + of_head) * activation * itemsize
     sent_bytes += of_embedding * activation * embedding_itemsize
     sent_bytes += of_loss * tokens * FP32
+    # Each rank has computed the gradient of whole norms from its tokens only, so they are summed.
     sent_bytes += shape.norms * shape.d_model * FP32
     calls = of_blocks + of_head + of_embedding + of_loss + shape.norms
     return CommunicationVolume(calls, sent_bytes)

@@ -157,6 +157,7 @@ def collective_seconds(algorithm: str, num_bytes: float, ranks: int, link: Link)
             f"num_bytes={num_bytes}, ranks={ranks}: at least one rank, and no negative size"
         )
     rounds, chunks = ALGORITHMS[algorithm](ranks)
+    # rounds · (α + (S/chunks)/W), which is the table's formula for each algorithm.
     return rounds * link.seconds(num_bytes / chunks)
 
 
@@ -241,6 +242,7 @@ def fit_collective(sizes: Sequence[float], seconds: Sequence[float]) -> Collecti
     most_pieces = max(1, min(MAX_PIECES, len(points) // LEAST_POINTS))
     for pieces in _best_pieces(points, most_pieces):
         fit = CollectiveFit(pieces)
+        # Few pieces first: more of them always fit better, and explain less.
         if _largest_error(fit, sizes, seconds) <= TOLERANCE:
             break
     return fit
@@ -319,6 +321,7 @@ def _piece(points: list[tuple[float, float]], start: int, stop: int) -> Piece:
     columns = np.stack([of_latency, of_slope], axis=1)
     latency, slope = np.linalg.lstsq(columns, np.ones(len(times)))[0]
     if slope < 0:  # nothing grows with the size: a constant
+        # Least squares of a single column x against ones: Σx / Σx².
         latency = of_latency.sum() / (of_latency @ of_latency)
         slope = 0.0
     elif latency < 0:

@@ -86,6 +86,7 @@ def forward_flops(
     projected_columns = 2 * d_model + 2 * keys  # queries and output, keys and values
     matmuls_of_scores = 1 if causal else 2  # scores and weighted values, half of each if causal
     return TransformerFlops(
+        # 2·n·inputs·outputs of each matmul, with n = B·T tokens.
         attention_projections=num_layers * 2 * tokens * d_model * projected_columns,
         attention_scores=num_layers * 2 * matmuls_of_scores * tokens * context * d_model,
         feed_forward=num_layers * 2 * tokens * 3 * d_model * d_ff,

@@ -135,6 +135,7 @@ class Graph:
         entering = set()
         for op in group:
             entering.update(op.reads)
+        # What an operator of the group writes need not come from memory.
         entering -= written
         leaving = {tensor for tensor in written if self.leaves(tensor, group)}
         flops = sum(op.flops for op in group)
@@ -212,6 +213,7 @@ def advise(graph: Graph, spec: GPUSpec, dtype: str = "bf16") -> Plan:
         else:
             decision = Decision(op.name, "start", "the first")
         decisions.append(decision)
+        # "start", "split" and "leave" begin a new kernel.
         if decision.action != "fuse":
             groups.append([])
         groups[-1].append(op)
@@ -245,6 +247,7 @@ def _decide(
     chain = _chain(behind)
     if _is_epilogue(group, op):
         saving_of_chain = graph.speed_up(roof, chain)
+        # Joining the matmul would break up a chain that saves more without it.
         if saving_of_chain >= max(saving, LEAST_SAVING):
             reason = (
                 f"saves {saving_of_chain:.2f} × with {chain[1].name}, which "
@@ -291,6 +294,7 @@ def _obstacle(
     if op.pattern == MATMUL or (MATMUL in patterns and not is_epilogue):
         return "another parallel pattern: a matmul's tiles do not hold whole rows"
     rows = [member for member in (*group, op) if member.pattern == ROWS]
+    # A program holds a row for each of the row operations in one kernel.
     row_bytes = sum(member.row_bytes for member in rows)
     limit = chip_bytes(spec)
     if row_bytes > limit:
@@ -510,12 +514,14 @@ def kernel_counts(graph: Graph, spec: GPUSpec, dtype: str = "bf16") -> dict[str,
     rest = graph.operators
     while rest:
         can_merge = rest[0].pattern in (POINTWISE, ROWS)
+        # Inductor merges along the order. Matmuls and library calls are launches of their own.
         merged = len(_chain(rest)) if can_merge else 1
         rest = rest[merged:]
         compiled += 1
     names = [op.name for op in graph.operators]
     ours = len(names)
     for pair in itertools.pairwise(names):
+        # Two operators in one kernel are one launch fewer.
         if pair in OURS:
             ours -= 1
     return {

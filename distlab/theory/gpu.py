@@ -136,10 +136,12 @@ def occupancy(spec: GPUSpec, threads: int, registers: int, shared_bytes: int = 0
         most = spec.shared_memory_per_block
         raise ValueError(f"shared_bytes={shared_bytes}: a block on {spec.name} has 0 to {most}")
     warps = -(-threads // WARP)  # of a block
+    # Registers are given to whole warps, in units.
     registers_per_warp = _round_up(registers * WARP, REGISTER_UNIT)
     # Each of four schedulers of an SM has a quarter of the registers.
     warps_by_registers = spec.registers_per_sm // registers_per_warp // WARP_GROUP * WARP_GROUP
     allocated_warps = _round_up(warps, WARP_GROUP) if warps > WARP_GROUP else warps
+    # The system keeps 1 KiB for each block.
     shared_per_block = _round_up(shared_bytes, SHARED_UNIT) + SYSTEM_SHARED
     blocks_by_shared_memory = MAX_BLOCKS_PER_SM + 1  # more than the limit: it never decides
     if shared_bytes:
@@ -247,5 +249,7 @@ def l2_hit_share(order: Sequence[tuple[int, int]], concurrent: int) -> float:
         wave = order[start : start + concurrent]
         rows = {row for row, _ in wave}
         cols = {col for _, col in wave}
+        # Each strip is fetched once per wave, however many tiles of the wave read it.
         fetched += len(rows) + len(cols)
+    # Without sharing, every tile would fetch two strips.
     return 1 - fetched / (2 * len(order))

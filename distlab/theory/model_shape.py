@@ -103,6 +103,7 @@ class ModelShape:
         for rank in range(ranks):
             part = replace(
                 self,
+                # Stages rank, rank + ranks, rank + 2·ranks, …
                 num_layers=sum(blocks[rank::ranks]),
                 stages=len(blocks) // ranks,
                 has_embedding=rank == 0,
@@ -147,6 +148,7 @@ class ModelShape:
     def matrix_shapes_per_block(self) -> tuple[tuple[int, int], ...]:
         """Shapes of the matrices of one block, (outputs, inputs)."""
         d, q, f = self.d_model, self.width, self.inner
+        # Ranks of tensor parallelism cut qkv, w1 and w3 by outputs, and output and w2 by inputs.
         return ((q + 2 * self.kv_width, d), (d, q), (f, d), (f, d), (d, f))
 
     @cached_property
@@ -224,6 +226,7 @@ class ModelShape:
 def divisors(number: int) -> list[int]:
     """Return all divisors in ascending order."""
     found = set()
+    # Divisors come in pairs, of which the smaller is at most the root.
     for small in range(1, int(number**0.5) + 1):
         if number % small == 0:
             found.add(small)

@@ -199,6 +199,7 @@ class Workload:
     def _matmul(self, inputs: int, outputs: int) -> Launch:
         """Return a matmul of n rows."""
         n, c = self.tokens, self.precision.compute
+        # x and W are read, the result is written.
         elements = n * inputs + inputs * outputs + n * outputs
         return "mm", 2 * n * inputs * outputs, c * elements
 
@@ -216,6 +217,7 @@ class Workload:
         name, flops, moved = self._matmul(inputs, outputs)
         wider_bytes = 0
         if self.precision.copies_weights:
+            # The gradient of W is written in fp32, and not in the dtype of the computation.
             wider_bytes = (FP32 - self.precision.compute) * inputs * outputs
         yield name, flops, moved + wider_bytes
         yield name, flops, moved
@@ -238,6 +240,8 @@ class Workload:
         nd, c, r = self.residual, self.precision.compute, self.precision.residual
         if self.kernels == "fused":
             if adds:
+                # Branch and stream are read, in c and r bytes. The norm and the sum are written, in
+                # c and r.
                 yield "add_rms_norm", 0, 2 * (c + r) * nd
             else:
                 yield "rms_norm", 0, (r + c) * nd
@@ -254,6 +258,8 @@ class Workload:
         """Yield RMSNorm's backward, and the sum with the gradient of the residual stream."""
         nd, c, r = self.residual, self.precision.compute, self.precision.residual
         if self.kernels == "fused":
+            # Read: the norm's gradient (c), the stream and its gradient so far. Written: their sum
+            # (r each).
             yield "rms_norm_backward", 0, (c + 3 * r) * nd
             return
         if r != c:
@@ -302,6 +308,7 @@ class Workload:
 
     def _attention(self) -> Launch:
         """Return attention, which makes two matmuls. It reads q, k and v and writes the result."""
+        # One fp32 number per token and head, which backward reads.
         log_sum_exp = FP32 * self.tokens * self.shape.heads
         return ATTENTION, 2 * self._flops_of_scores, self._attention_bytes + log_sum_exp
 
@@ -325,6 +332,7 @@ class Workload:
         """Yield silu(w1 x)·w3 x."""
         nf, c = self.tokens * self.shape.inner, self.precision.compute
         if self.kernels == "fused":
+            # Gate and up are read, the product is written.
             yield "swiglu", 0, 3 * c * nf
         else:
             yield "silu", 0, 2 * c * nf
@@ -332,6 +340,7 @@ class Workload:
 
     def _add(self) -> Launch:
         """Return the addition of a branch to the residual stream."""
+        # The branch and the stream are read, and the stream is written.
         return "add", 0, (self.precision.compute + 2 * self.precision.residual) * self.residual
 
     def _unit(self, weight: int) -> Launches:
@@ -374,6 +383,8 @@ class Workload:
             return
         if c != FP32:
             yield "_to_copy", 0, (FP32 + c) * logits
+        # The parts of the loss, between which ranks that share the vocabulary combine one number
+        # per token.
         if shape.tensor > 1:
             yield "amax", 0, FP32 * logits  # the largest
             yield "exp", 0, 2 * FP32 * logits  # the difference from it

@@ -93,5 +93,6 @@ class Failures:
         exponent_of_restart = self.restart / self.between
         if exponent + exponent_of_restart > 700:  # beyond floats: no work lasts
             return 0.0
+        # Daly 2006: the expected time of one interval is M·e^(R/M)·(e^((τ + δ)/M) − 1).
         seconds = self.between * math.exp(exponent_of_restart) * math.expm1(exponent)
         return interval / seconds

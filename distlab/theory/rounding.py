@@ -49,6 +49,8 @@ class FloatFormat:
 
     def spacing(self, x: float) -> float:
         """Return the distance from |x| to the next larger number."""
+        # frexp gives a mantissa in [1/2, 1), so its exponent is one above that of 1.m. Below the
+        # smallest normal number the distance stays the same.
         exponent = math.frexp(max(abs(x), self.smallest_normal))[1] - 1
         return 2.0 ** (exponent - self.mantissa_bits)
 

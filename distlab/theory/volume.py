@@ -116,6 +116,7 @@ def step_volume(
         return None
     if strategy.is_peer:
         return _torch_volume(strategy, numels, itemsizes, bucket_size_mb, dtypes)
+    # One message of all gradients is a single unbounded bucket.
     if not strategy.has_buckets:
         bucket_size_mb = None
     if strategy.updates == "slices":
@@ -384,6 +385,7 @@ def zero1(
     bucket_bytes = 0
     for numel, itemsize in buckets:
         bucket_bytes += padded(numel, world_size) * itemsize
+    # A reduce-scatter would leave each flag on one rank only, so flags have an all-reduce.
     flag_bytes = FLAG_BYTES * len(numels)
     return CommunicationVolume(2 * len(buckets) + 1, 2 * bucket_bytes + flag_bytes)
 
@@ -496,6 +498,7 @@ def fsdp(
     reduced_bytes = buffer_elements * master_itemsize
     if replicas > 1:
         calls += len(buffers)
+        # Replicas average their slices of a buffer, of which each rank has 1/world_size.
         reduced_bytes += buffer_elements // world_size * master_itemsize
     if replicated:
         calls += 1
@@ -636,6 +639,7 @@ def dealt_out(numels: Sizes, world_size: int) -> list[list[int]]:
     at_least_one(world_size=world_size)
     owned = [[] for _ in range(world_size)]
     loads = [0] * world_size  # elements
+    # Largest first, so that small parameters fill what large ones have left uneven.
     for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
         owner = loads.index(min(loads))
         owned[owner].append(index)

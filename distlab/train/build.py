@@ -78,6 +78,7 @@ def build_training(
         if strategy.is_peer and (strategy.casts_parameters or layout.ranks > 1):
             # A Triton kernel takes no DTensor, and no tables that fsdp2 has cast.
             source = replace(source, ops="torch")
+        # On meta, so that a strategy that shards never holds the whole model.
         module = TransformerLM(source, device="meta", checkpoint_blocks=checkpointing)
         transformer = module
 
@@ -87,6 +88,7 @@ def build_training(
     # Ranks that share sequences compute attention over parts of the keys.
     parts = Parts(*attention_parts()) if layout.context > 1 else None
     model, optimizer = strategy.build(
+        # Before the strategy: its hooks and messages must stay outside of the compiled graphs.
         compiled(module, compile),
         group,
         optimizer_cls,

@@ -184,6 +184,8 @@ class TrainConfig(ModelOptions):
 
     def identity(self, data: dict[str, Any]) -> dict[str, Any]:
         """Return the facts that a checkpoint must share with the run that continues it."""
+        # Strategy, ranks and accumulation are not in it: they change the speed and not the sequence
+        # of losses but for rounding.
         lasting = {name: getattr(self, name) for name in LASTING}
         model = {name: value for name, value in asdict(self.model()).items() if value is not None}
         return {"model": model, "data": data, **lasting}

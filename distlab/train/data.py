@@ -270,6 +270,8 @@ class GlobalOrder:
                 mine.append(position)
             else:
                 epoch, place = divmod(position, self.count)
+                # Positions count all sequences ever read, so the order does not depend on the
+                # number of ranks.
                 mine.append(int(_permutation(self.count, self.seed, epoch)[place]))
         size = share // self.micro_batches
         return [mine[start : start + size] for start in range(0, share, size)]
@@ -301,6 +303,7 @@ def examine(
     blocks = -(-len(tokens) // block)
     digests = []
     problem = None
+    # Rank r has the blocks from r/N to (r + 1)/N. Rounding leaves none out and repeats none.
     for number in range(rank * blocks // world_size, (rank + 1) * blocks // world_size):
         part = np.ascontiguousarray(tokens[number * block : (number + 1) * block])
         digests.append(hashlib.sha256(part.view(np.uint8)).hexdigest())
@@ -320,7 +323,10 @@ def to_batch(rows: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     """
     whole = torch.from_numpy(rows)
     if device.type == "cuda":
+        # Pinned, so that the copy runs while the host goes on.
         whole = whole.pin_memory().to(device, non_blocking=True)
+    # IGNORED is no row of the embedding. Its target is ignored, so the token's value does not
+    # matter.
     return whole[:, :-1].contiguous().clamp(min=0), whole[:, 1:].contiguous()
 
 
@@ -354,6 +360,7 @@ def load(
         "sha256": _digest(data.data, tokens, model.vocab_size, context),
     }
     if data.val_data is None:
+        # At least two tokens: one to predict from, one to predict.
         cut = max(0, cut - max(cut // HELD_OUT, 2))
         held_out = tokens[cut:]
         identity |= {"validation": f"the last {len(held_out)} tokens"}
@@ -388,6 +395,7 @@ def _digest(path: str, tokens: np.ndarray, vocab_size: int, context: RankContext
     shares = collectives.gather_objects(
         examine(tokens, vocab_size, context.rank, context.world_size), context.group
     )
+    # Every rank sees all ranks' problems, so all raise the same error.
     for _, problem in shares:
         if problem is not None:
             raise ValueError(f"{path}: {problem}")

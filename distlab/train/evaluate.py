@@ -36,10 +36,14 @@ def validation_loss(
     """
     axes = axes or DATA_PARALLEL.axes(context.group)
     total = sequences if data.count is None else min(sequences, data.count)
+    # Ranks that share a model have the same number, and so read the same sequences.
     mine = list(range(axes.batch_rank, total, axes.batch_ranks))
     rounds = math.ceil(math.ceil(total / axes.batch_ranks) / batch)
     empty = data.rows([0])
+    # A batch of ignored targets: it takes part in every collective of a forward, and counts
+    # nothing.
     empty[:] = IGNORED
+    # fp64: a sum over millions of tokens in fp32 would lose the last digits.
     totals = torch.zeros(2, dtype=torch.float64, device=context.device)  # of losses, of tokens
     was_training = wrapper.training
     wrapper.eval()
@@ -60,4 +64,6 @@ def validation_loss(
         totals += torch.stack((losses.double(), (targets != IGNORED).sum().double()))
     wrapper.train(was_training)
     loss_sum, count = collectives.sum_tensor(totals, context.group).tolist()
+    # Of all tokens and not a mean of ranks' means, since ranks may have different numbers of
+    # tokens.
     return loss_sum / count

@@ -98,6 +98,7 @@ class Trainer:
             train.count,
             batch=config.batch,
             rank=self.axes.batch_rank,
+            # Ranks that share a model read the same sequences, so only the groups of them count.
             world_size=self.axes.batch_ranks,
             micro_batches=config.accumulate,
             seed=config.seed,
@@ -107,6 +108,7 @@ class Trainer:
         # -- model, strategy, optimizer ------------------------------------------------------------
         self.schedule = config.schedule()
         self.scaler = LossScaler() if config.dtype == "fp16" else None
+        # Dropout differs by rank. Parameters have a generator of their own.
         train_state.seed_rank(config.seed, context.rank)
         keeps = settled(training_step(config, context.world_size), context)
         if config.checkpointing == "auto":
@@ -189,6 +191,7 @@ class Trainer:
             )
         if self.scaler is not None:
             self.scaler.load_state_dict(extra["scaler"])
+        # After all checks: a checkpoint of another run must not have changed anything.
         self.checkpoints.load(stored, self.wrapper, self.optimizer)
         if stored.content["world_size"] <= self.context.rank:
             # The run had fewer ranks, so no generator was saved for this one. The step in the seed
@@ -219,6 +222,7 @@ class Trainer:
         stores = self.checkpoints is not None
         try:
             with self.stop.caught():
+                # Building and resuming are not part of the first step's time.
                 self.metrics.restart_clock()
                 while self.step < config.steps and outcome.stopped_by is None:
                     self.one_step()
@@ -240,6 +244,8 @@ class Trainer:
                         outcome.validation.append((self.step, self.validation_loss()))
                 outcome.last_step = self.step
                 if stores:
+                    # A checkpoint is written while steps go on. The run is complete when the last
+                    # one is on disk.
                     self.checkpoints.wait()
         except NonFiniteLoss as error:
             raise NonFiniteLoss(
@@ -290,6 +296,7 @@ class Trainer:
         if is_whole:
             for numbers in self.order.numbers(self.step):
                 rows.append(self.train.rows(numbers))
+        # On all ranks, before any of them goes into the step's collectives without data.
         self._refuse_changed(self.train, is_whole)
         return [self.axes.share(to_batch(each, self.context.device)) for each in rows]
 
@@ -317,6 +324,7 @@ class Trainer:
             sequences=self.config.validate_sequences,
             batch=max(1, self.config.batch // self.axes.batch_ranks // self.config.accumulate),
         )
+        # Again: the file may have changed while it was read.
         self._refuse_changed(self.validate)
         self.metrics.restart_clock()
         return loss

@@ -86,6 +86,7 @@ class PlannedStep:
         choice = "block" if self.checkpointing == "auto" else self.checkpointing
         parts = rank_parts(self.model, self.layout, choice, self.micro_batches)
         memories = [self.of_rank(part, world_size, on_gpu) for part in parts]
+        # The stages of a pipeline have different parts. The fullest one decides.
         return max(memories, key=lambda memory: memory.peak.total)
 
     def of_rank(self, part: "RankPart", world_size: int, on_gpu: bool = True) -> StepMemory:
@@ -103,6 +104,7 @@ class PlannedStep:
         return step_memory(
             part.shape,
             batch=self.batch,
+            # Ranks that share a sequence hold a part of its tokens each.
             context=-(-self.model.context_length // layout.context),
             strategy=strategy,
             world_size=shard_ranks,
@@ -128,6 +130,7 @@ class PlannedStep:
         elif self.mode == "step":
             needed = memory.peak.total
         else:
+            # Without an optimizer's step its state is never made.
             needed = memory.peak.total - memory.after_step.optimizer_state
         share = CERTAIN_COMPILED if self.compiled else CERTAIN
         return int(needed * share)
@@ -313,7 +316,9 @@ def memory_of_a_rank(device: torch.device, context: RankContext | None) -> int |
     for each_place, free in gathered:
         if free is not None:
             free_by_place.setdefault(each_place, []).append(free)
+    # Ranks of one place look at slightly different moments, and the smallest number counts.
     shares = [min(frees) // len(frees) for frees in free_by_place.values()]
+    # The fullest device decides for all, because all ranks run the same step.
     return min(shares, default=None)
 
 

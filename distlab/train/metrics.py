@@ -79,6 +79,7 @@ class GatheredMetrics:
         self._report = report
         self._device = context.device
         timeout = timedelta(seconds=context.timeout_s)
+        # On gloo, whose messages do not enter the GPU's queue.
         self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
         # the step that was launched last, its (loss, norm) on the host, and the time of its end
         self._waiting: tuple[StepMetrics, Tensor, Instant] | None = None
@@ -107,11 +108,13 @@ class GatheredMetrics:
         """
         # A step without a norm sends its loss twice, so that all messages have one size.
         norm = loss if grad_norm is None else grad_norm.to(loss.device)
+        # Still on the device, so nothing waits for the step.
         values = torch.stack((loss.detach().double(), norm.detach().double()))
         if self._device.type == "cuda":
             host = torch.empty(2, dtype=torch.float64, pin_memory=True)
             values = host.copy_(values, non_blocking=True)
         now = instant(self._device)
+        # The step before has ended by now, or will soon, while this one keeps the device busy.
         self.settle()
         known = StepMetrics(step, 0.0, lr, None if grad_norm is None else 0.0, 0.0, checkpoint_ms)
         self._waiting = known, values, now
@@ -123,9 +126,11 @@ class GatheredMetrics:
         known, values, ended = self._waiting
         self._waiting = None
         if self._device.type == "cuda":
+            # The copy to the host was queued before this event.
             ended.synchronize()
         step_ms = elapsed_ms(self._ended, ended)
         self._ended = ended
+        # A received signal travels with the loss, so that stopping costs no message of its own.
         mine = torch.tensor([*values.tolist(), float(self._signals.received)], dtype=torch.float64)
         gathered = torch.empty(3 * self.group.size(), dtype=torch.float64)
         work = collectives.all_gather(gathered, mine, self.group)
@@ -146,6 +151,7 @@ class GatheredMetrics:
         self.stopped_by = next((int(number) for number in signals if number), None)
         norm = None if known.grad_norm is None else norms[0]
         self._report(
+            # Summed in rank order on every rank: all get the same bits.
             replace(known, loss=sum(losses) / len(losses), grad_norm=norm, step_ms=step_ms)
         )
 
@@ -173,6 +179,7 @@ class Journal:
     def __init__(self, path: Path, first_step: int = 0):
         found = read_journal(path) if path.exists() else []
         self.lines = [line for line in found if line["step"] < first_step]
+        # Rewritten as a whole, so that a process that dies here leaves the old file or the new one.
         write_whole(path, "".join(json.dumps(line) + "\n" for line in self.lines))
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
 

@@ -132,6 +132,8 @@ def train(
         if journal is not None:
             journal.close()
             if lock is not None:
+                # Another process may have taken a lock that seemed dead. Its results must not be
+                # overwritten.
                 lock.check()
             metrics = metrics_of(config, context, outcome, journal.lines)
             metrics["peak_alloc_bytes"] = None if is_complete else memory.peak_alloc_bytes
@@ -154,12 +156,14 @@ def metrics_of(
     Times are those of this process's steps, or of all steps if it made none.
     """
     all_timed = [line for line in lines if "step_ms" in line]
+    # Steps before a resume may be of other ranks or another strategy.
     timed = [line for line in all_timed if line["step"] > outcome.first_step]
     if not timed:
         timed = all_timed
     step_ms = statistics.median(line["step_ms"] for line in timed) if timed else None
     rates = speed(config, config.batch, context, step_ms) if step_ms else {}
     final_loss = None
+    # A journal that ends earlier has lost its last line, and an older loss is not the final one.
     if lines and lines[-1]["step"] == outcome.last_step:
         final_loss = lines[-1]["loss"]
     return {

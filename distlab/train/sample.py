@@ -107,6 +107,7 @@ def generate(
         )
     generator = torch.Generator(device=tokens_T.device).manual_seed(seed)
     for _ in range(count):
+        # The whole context is computed again for each token: there is no cache of keys and values.
         logits_V = model(tokens_T[None, -model.config.context_length :])[0, -1].float()
         if temperature == 0:
             token = logits_V.argmax(keepdim=True)

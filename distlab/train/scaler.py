@@ -28,6 +28,7 @@ class LossScaler:
     def update(self, finite: bool) -> None:
         """Adapt the scale to a step whose gradients were finite, or not, on all ranks."""
         if not finite:
+            # Powers of two only, so that multiplying and dividing by the scale rounds nothing.
             self.scale = max(self.scale / 2, 1.0)
             self.good_steps = 0
             return

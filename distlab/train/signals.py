@@ -63,4 +63,5 @@ class StopSignals:
                 file=sys.stderr,
                 flush=True,
             )
+            # Without cleaning up, since that would wait for the stuck main thread.
             os._exit(128 + number)

@@ -169,6 +169,7 @@ class TrainStep:
             total, count = self._accumulate(micro_batches, scale)
         self.model.finish_gradient_synchronization()
         if count is not None:
+            # Before clipping, whose norm is that of the mean.
             total = total * self._divide_by_count(count)
         self.mark("forward_backward")
         if self.scaler is not None:
@@ -192,6 +193,7 @@ class TrainStep:
         count: Tensor | None = None
         for number, batch in enumerate(micro_batches):
             is_last = number == len(micro_batches) - 1
+            # Only the last backward sends gradients. Those before add to them locally.
             with nullcontext() if is_last else self.model.no_sync():
                 with self.model.autocast():
                     loss = self.loss_fn(self.model, batch)
@@ -200,6 +202,7 @@ class TrainStep:
                     counted = torch.as_tensor(counted, dtype=torch.float64, device=loss.device)
                     count = counted if count is None else count + counted
                 else:
+                    # Gradients of micro-batches are summed, so the mean is made here.
                     loss = loss / len(micro_batches)
                 # The multiplication is left out without a scaler, where it would cost a launch.
                 scaled_loss = loss if scale == 1.0 else loss * scale
@@ -240,6 +243,7 @@ class TrainStep:
         if not finite:
             return
         if self.max_grad_norm is not None:
+            # As torch's `clip_grad_norm_`, whose 1e-6 avoids a division by zero.
             factor *= min(1.0, self.max_grad_norm / (self.grad_norm.item() + 1e-6))
         with self.model.elementwise_gradient_edits():
             for gradient in self.model.gradients().every():

@@ -79,6 +79,7 @@ def kind_of(path: str | Path) -> str:
     path = Path(path)
     _require_file(path)
     with open(path, "rb") as file:
+        # Up to the end of a tar archive's magic, the furthest of all that are looked for.
         head = file.read(TAR_MAGIC_AT + 6)
         size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - 8))
@@ -132,6 +133,7 @@ def open_tokens(path: str | Path, dtype: str | None = None) -> np.ndarray:
         )
     if size == 0:
         raise ValueError(f"{path} is empty")
+    # Mapped and not read: a file may be larger than the memory.
     tokens = np.memmap(path, dtype=token_dtype.newbyteorder("<"), mode="r")
     if kind == "bin" and dtype is None and _looks_like_uint32(tokens):
         raise ValueError(

@@ -112,6 +112,7 @@ def measure_ways(
         for megabytes in config.megabytes:
             run.progress(f"{way} of {megabytes:g} MiB")
             count = elements(megabytes, context.world_size)
+            # A way may have a communicator of its own, which is destroyed before the next one.
             with WAYS[way](context, count) as messages:
                 error = checked(context, way, messages)
                 for name, compute in computations(config.matrix, context.device).items():
@@ -122,6 +123,7 @@ def measure_ways(
                         least_ms=config.least_ms,
                         rounds=config.rounds,
                     )
+                    # 4 bytes: messages are fp32.
                     metrics |= costs(metrics, way, 4 * count, context.world_size)
                     metrics["max_abs_error"] = error
                     part.add(
@@ -155,9 +157,11 @@ def checked(context: RankContext, way: str, messages: Messages) -> float:
     """
     rank_values = torch.arange(1.0, context.world_size + 1, device=context.device)
     if way.startswith("all-gather"):
+        # Rank r sends r + 1 everywhere, so its part of the output is known.
         expected = rank_values.repeat_interleave(messages.sent[0].numel())
         unchanging = 1.0
     elif collectives.averages_in_reduction(context.device, context.group):
+        # Averaging ones gives ones, however often the message is repeated.
         expected = rank_values.mean()
         unchanging = 1.0
     else:
@@ -167,6 +171,7 @@ def checked(context: RankContext, way: str, messages: Messages) -> float:
     messages.send(0).wait()
     error = (messages.received[0] - expected).abs().max().item()
     fill(messages.sent, unchanging)
+    # A rank may be the only one with a wrong result, and only rank 0's rows are kept.
     return max(collectives.gather_objects(error, context.group))
 
 
@@ -180,7 +185,10 @@ def costs(metrics: dict[str, float], way: str, num_bytes: int, ranks: int) -> di
         ranks: number of ranks.
     """
     operation = "all_gather" if way.startswith("all-gather") else "all_reduce"
+    # Bytes over the busiest link, see `traffic`. Over ms, 1e6 makes them GB/s.
     carried = num_bytes * traffic(operation, ranks)
+    # While one message is under way, the computation runs at `compute_rate` of its speed. The rest
+    # of that time is what the message costs it.
     lost_ms = metrics["comm_beside_ms"] * (1 - metrics["compute_rate"])
     return {
         "alone_busbw_gb_per_s": carried / metrics["comm_alone_ms"] / 1e6,

@@ -108,9 +108,12 @@ def measure_groups(
     if context.device.type == "cpu":
         _require_memory(max(config.sizes), context)
     for ranks in groups:
+        # Every rank makes the group, since that is collective. It is None on ranks outside of it.
         with first_ranks(context, ranks) as group:
             if group is not None:
                 _measure_group(config, group, run)
+        # Idle ranks sleep until the group is done. Waiting in a collective would load the cores and
+        # GPUs that are measured.
         rest(context, f"sweep-{ranks}", ranks)
     # Rank 0 is in every group, so it has all rows.
     run.records[:] = with_fits(run.records)
@@ -122,6 +125,7 @@ def _require_memory(payload: int, context: RankContext) -> None:
     free = collectives.gather_objects(free_bytes(context.device), context.group)
     if None in free:
         return  # this system does not say how much is free
+    # Ranks share the memory of a host.
     free_per_rank = min(free) // context.world_size
     needed = 2 * payload  # a source and a result
     if needed > free_per_rank:
@@ -143,6 +147,8 @@ def _measure_group(config: SweepOptions, context: RankContext, run: Run) -> None
                 "operation": operation,
                 "num_bytes": size,
             }
+            # Rows of an earlier run of this name are kept. All ranks of the group have the same
+            # rows, and so the same answer.
             if not run.done(operation, **facts):
                 run.add(operation, _row(config, context, operation, size), **facts)
 
@@ -162,6 +168,7 @@ def _row(config: SweepOptions, context: RankContext, operation: str, size: int) 
     if timing is None:
         return {"time_p50_ms": "OOM"}
     times = percentile_metrics("time", timing.samples_ms)
+    # `num_bytes` is the payload that was sent: `size` is rounded to whole elements on each rank.
     algbw = timing.num_bytes / times["time_p50_ms"] / 1e6
     share = traffic(operation, context.world_size)
     return times | {
@@ -221,6 +228,7 @@ def with_fits(records: Records) -> list[Record]:
     found = []
     for group in grouped(rows, _collective_and_ranks).values():
         seconds = {}  # of each payload
+        # A payload that occurs twice counts once.
         for record in group:
             if _is_timed(record):
                 seconds[_payload(record)] = record.metrics["time_p50_ms"] / 1e3
@@ -250,6 +258,7 @@ def _fitted(group: Records, seconds: dict[int, float]) -> list[Record]:
     largest = fit.pieces[-1].bytes_per_s  # bandwidth of the largest payloads
     share = traffic(first.variant, config["world_size"])
     metrics["fitted_busbw_gb_per_s"] = largest * share / 1e9
+    # A fit is a row of its own, without a payload. Its name keeps it out of `timings`.
     found.append(replace(first, variant=FIT + first.variant, config=config, metrics=metrics))
     return found
 

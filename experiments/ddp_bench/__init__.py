@@ -133,6 +133,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     for row in refused:
         run.progress(f"{row.name} is left out: {row.refusal}")
     rows = [row for row in rows if row.refusal is None]
+    # Before any timing, since a wrapper that hangs would take the whole run with it.
     try_wrappers([row for row in rows if row.name in config.wraps], config, context, run)
     check_rows(rows, config, context, run)
     failed = [row for row in rows if row.verdict.get("verdict") == FAILED]
@@ -145,6 +146,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     if rows:
         time_rows(rows, config, context, run)
     took_s = monotonic() - begin
+    # After the timed rows, so that the table lists them last.
     save([*refused, *failed], config, context, run)
 
     # Why? The profiler says what communication costs.

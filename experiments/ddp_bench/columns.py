@@ -54,6 +54,7 @@ def draw_step_times(records: Records, path: Path) -> None:
     for record in records:
         metrics = record.metrics
         if isinstance(metrics["step_p50_ms"], str):  # out of memory, refused
+            # The text is drawn where the bar would be, so that the row is not taken for a fast one.
             bar = dict.fromkeys(parts, metrics["step_p50_ms"])
         elif local is None:
             bar = dict.fromkeys(parts)
@@ -76,12 +77,15 @@ def draw_step_times(records: Records, path: Path) -> None:
 
 def _step_parts(metrics: Mapping[str, Any], local: Mapping[str, Any]) -> dict[str, float]:
     """Divide a row's median step into the parts of its bar, in ms."""
+    # Each row keeps its own optimizer time, because sharded strategies update only a part. So the
+    # rest, which the causes explain, is forward, backward and communication beyond local's.
     compute = local["step_p50_ms"] - local["optimizer_p50_ms"]
     optimizer = metrics["optimizer_p50_ms"]
     rest = metrics["step_p50_ms"] - optimizer - compute
     bar = {"compute": compute, "optimizer": optimizer} | dict.fromkeys(CAUSES, 0.0)
     if metrics.get("overhead_closes"):
         for text, name in CAUSES.items():
+            # A bar cannot have a negative part. The other causes then reach beyond the median step.
             bar[text] = max(metrics.get(name) or 0.0, 0.0)
             rest -= bar[text]
     return bar | {NOT_EXPLAINED: max(rest, 0.0)}

@@ -57,6 +57,7 @@ def fastest_of_torch_ddp(records: Records) -> Record | None:
     rows = []
     for record in records:
         strategy = strategy_of(record.variant)
+        # torch-zero and FSDP2 are peers too, but each rank updates only a part of the parameters.
         if strategy is not None and strategy.is_peer and strategy.updates == "all":
             rows.append(record)
     return fastest(rows, "step_p50_ms")
@@ -67,6 +68,7 @@ def compare(records: Records) -> list[Record]:
 
     They also have what their overhead is, and how much of it their traces leave unexplained.
     """
+    # A row that skips work can be fast. Neither its time nor a ratio to it would mean anything.
     right = [record for record in records if not wrong_rows([record])]
     local = local_row(right)
     torch_ddp = fastest_of_torch_ddp(right)
@@ -88,6 +90,7 @@ def overhead_metrics(record: Record, local: Record) -> dict[str, float | bool]:
     step_ms = record.metrics["step_p50_ms"]
     overhead_ms = step_ms - local.metrics["step_p50_ms"]
     if "overhead_exposed_ms" not in record.metrics:  # no trace
+        # Without a trace there is nothing that the overhead could be divided among.
         return {"overhead_ms": overhead_ms}
     # The overhead is measured without a profiler, its parts come from a trace with one. The rest is
     # what these do not agree on.
@@ -238,6 +241,7 @@ def what_communication_costs(records: Records) -> list[str]:
     ]
     if not overlapping:
         return []
+    # The question is whether communication can be hidden, so the best attempt answers it.
     best = min(overlapping, key=lambda r: r.metrics["step_p50_ms"])
     overhead = Overhead.of(best)
     if overhead is None:
@@ -264,6 +268,7 @@ def _doubt(best: Record, overhead: Overhead, records: Records) -> str:
     """Return the reason why communication cannot be called hidden. Empty if it can."""
     metrics = best.metrics
     local = local_row(records)
+    # The overhead is a difference of two rows, so the noisier one limits it.
     noise = max(noise_of(each.metrics) or 0.0 for each in (best, local) if each is not None)
     try_again = f"Noise is ± {noise:.0f} %: try --rounds 6, or a machine that does nothing else."
     if overhead.high > OVERHEAD_PCT:
@@ -288,6 +293,8 @@ def _largest_cause(record: Record) -> str:
     """Return the cause of most of a row's overhead. Empty if the trace does not explain it."""
     causes = {text: record.metrics.get(name) for text, name in CAUSES.items()}
     causes = {text: ms for text, ms in causes.items() if is_number(ms) and ms > 0}
+    # The causes of an open account do not add up to the overhead, so the largest of them may not be
+    # the largest part.
     if not causes or not record.metrics.get("overhead_closes"):
         return ""
     largest = max(causes, key=causes.__getitem__)

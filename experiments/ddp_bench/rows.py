@@ -86,6 +86,8 @@ class Row:
         metrics = self.timing.metrics()
         if self.timing.out_of_memory:
             return metrics
+        # `--batch` is per rank, also where ranks share a model: a group of them then takes its
+        # sequences together. So the speed of all rows is that of the same number of sequences.
         batch = config.batch * context.world_size
         if config.factory is None:
             metrics |= speed(config, batch, context, metrics["step_p50_ms"])
@@ -179,6 +181,7 @@ def time_rows(rows: Sequence[Row], config: DDPBenchConfig, context: RankContext,
     def count(variant: Variant, trial: Trial) -> None:
         row = by_name[variant.name]
         if row.sent is None:
+            # Every step sends the same, so one count, in the first round, is enough.
             row.sent = sent(config, context, variant, trial.record_collectives())
 
     def end_round(timings: Mapping[str, Timing]) -> None:
@@ -218,11 +221,14 @@ def sent(
     layout = variant.layout
     model = config.model()
     # the part of rank 0, which is the one that is recorded
+    # Stages of a pipeline and shards of a head send different amounts.
     part = rank_parts(model, layout, config.checkpointing, variant.micro_batches)[0]
     # Bytes must agree exactly. The closed form knows nothing of the implementation.
     expected = layout_volume(
         variant.strategy,
         part.shape,
+        # The ranks that share a model compute one batch together, in micro-batches one after the
+        # other.
         batch=config.batch * layout.ranks // variant.micro_batches,
         context=model.context_length,
         world_size=context.world_size,
@@ -277,6 +283,7 @@ def explain_rows(
         steps = max(steps, TRACED_ON_CPU)
     left = [row for row in rows if row.is_timed]
     # `local` first, because the others' overheads are explained by comparison with it.
+    # The fastest rows next, since they decide what the run says, and there may not be time for all.
     left.sort(key=lambda row: (row.name != "local", row.record.metrics["step_p50_ms"]))
     picture = StepPicture()
     local = None  # account of the step without communication
@@ -291,6 +298,8 @@ def explain_rows(
             how_to_continue(f"not explained: {_names(left)}")
             run.progress(f"explaining {row.name}")
             path = run.path / f"trace_{row.name}_rank{context.rank}.json.gz"
+            # Collective: every rank traces the step. Each writes and reads its own trace, and the
+            # run's rows are those of rank 0.
             if profile(config, row.variant, context, path, steps):
                 step_ms = row.record.metrics["step_p50_ms"]
                 events = load_trace(path)
@@ -320,6 +329,7 @@ def explain_rows(
             else:
                 run.notice(f"not explained: {row.name}, for whose trace no memory is left")
             left.remove(row)
+    # The timing is already saved. The error says only for which rows the explanation is missing.
     except Exception as error:
         raise ValueError(
             f"not explained: {_names(left)} ({repr(error)[:99]}); the rest is in {run.path}"

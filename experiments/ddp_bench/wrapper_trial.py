@@ -62,12 +62,16 @@ def try_wrappers(
     # The ranks that wait need a group whose collectives may take longer than the run's own. Also
     # with NCCL it is gloo's, so that they do not keep their GPUs busy.
     longest_s = WORK_S + context.timeout_s
+    # Twice the deadline of `tried`: `run_ranks` waits up to one deadline until its processes have
+    # started, and up to another for their answers.
     waiting = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * longest_s))
     patient = replace(context, group=waiting)
     try:
         for row in rows:
             run.progress(f"trying {row.name} in processes of its own")
             log = run.path / f"wrap_{row.name}.log"
+            # A verdict, or an error, of rank 0 reaches every rank. All of them drop the same rows,
+            # so that their collectives keep matching.
             row.verdict = on_main(patient, partial(tried, row.name, config, context, log))
             if row.verdict.get("verdict") == FAILED:
                 run.progress(f"{row.name} {row.verdict['verdict_detail']}; its output: {log}")
@@ -87,6 +91,7 @@ def tried(name: str, config: DDPBenchConfig, context: RankContext, log: Path) ->
         `verdict` and `verdict_detail`, see `verdict_on`. Empty if nothing was compared.
     """
     place = RankEnvironment.read()
+    # `run_ranks` starts processes on this host only, and NCCL needs a GPU of its own for each.
     ranks = place.local_world_size if place.launched else context.world_size
     # Ranks append to it. An earlier run's lines must not be taken for theirs.
     log.write_text("")
@@ -98,6 +103,8 @@ def tried(name: str, config: DDPBenchConfig, context: RankContext, log: Path) ->
             config,
             log,
             backend=context.backend,
+            # With NCCL each rank takes the GPU of its number. gloo's ranks would otherwise all use
+            # the CPU.
             device=None if context.backend == "nccl" else str(context.device),
             deadline_s=WORK_S + context.timeout_s,
             group_timeout_s=context.timeout_s,
@@ -106,10 +113,12 @@ def tried(name: str, config: DDPBenchConfig, context: RankContext, log: Path) ->
     except RanksFailed as failed:
         written = log.read_text(errors="replace")
         sentence = what_happened(failed, written, ranks, context.timeout_s)
+        # The sentence goes into a table. The stacks of all ranks are kept here.
         log.write_text(f"{written}\n{failed}\n")
         return {"verdict": FAILED, "verdict_detail": sentence}
     finally:
         shut_down()  # the next wrapper must not meet what this one has changed
+    # `verdict_on` compares all ranks, so each of them has the same verdict.
     return verdicts[0]
 
 
@@ -133,6 +142,7 @@ def try_on_rank(
         # starts also goes to the log.
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    # Only now, with the output redirected: this imports the user's module, which may print or fail.
     strategy = wrapped_by(name)
     try:
         with blamed(name, "the training step", "under"):
@@ -159,6 +169,7 @@ def try_on_rank(
         first = error.__cause__ or error
         # A rank that waited in vain is not the one that failed, and must not be named.
         if not isinstance(error, TimeoutError) and not is_lost_peer(first):
+            # The row's name already says which wrapper it is.
             said = str(error).removeprefix(f"under {name}: ")
             _tell(f"raised on rank {context.rank}: {said}")
         raise
@@ -170,6 +181,8 @@ def try_on_rank(
 def _messages_of_a_step(variant: Variant, config: DDPBenchConfig, context: RankContext) -> int:
     """Run two steps of the trial that will be timed. Return the collectives of the second."""
     with closing(Trial(context, config, variant)) as trial:
+        # The first step may compile, build buckets, or broadcast the model. Only the second is a
+        # step as any other.
         trial()
         with CollectiveRecorder() as recorder:
             trial()
@@ -190,6 +203,7 @@ def what_happened(failed: RanksFailed, written: str, ranks: int, timeout_s: floa
         ranks: number of ranks.
         timeout_s: seconds that a collective may take.
     """
+    # The first failure is the cause. Later ones are ranks that it left waiting.
     rank, text = next(iter(failed.failures.items()))
     if failed.kind == TOO_LARGE:
         return f"{failed.cause.removeprefix('the process ')} on rank {rank}"
@@ -217,6 +231,8 @@ def what_happened(failed: RanksFailed, written: str, ranks: int, timeout_s: floa
 
 def _users_line(stack: str) -> str:
     """Return the user's innermost line in a stack, for the end of a sentence. Empty if none."""
+    # A stack of `faulthandler` lists the innermost call first, and torch's own frames come before
+    # the user's.
     for file, line in re.findall(r'File "([^"]+)", line (\d+)', stack):
         path = Path(file)
         if path.is_file() and not any(map(path.is_relative_to, NOT_THE_USERS)):

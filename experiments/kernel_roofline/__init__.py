@@ -88,7 +88,7 @@ TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 4e-2}
 
 @dataclasses.dataclass(frozen=True)
 class RooflineConfig(Options):
-    """One run: operations × directions × variants rows."""
+    """Options of a run, which has a row per operation, direction and variant."""
 
     only: tuple[str, ...] = option((), "operations to time [all]")
     chain: tuple[str, ...] = option(
@@ -194,6 +194,7 @@ def measure(config: RooflineConfig, context: RankContext, run: Run) -> None:
     limits = ceilings(device, config.repeat_ms)
     for case, direction in [(each, way) for each in config.cases() for way in each.directions]:
         known = {"label": case.label, "direction": direction}
+        # Only what an interrupted run of this name has not measured yet.
         missing = [v for v in config.forms() if case.operation.has(v) and not run.done(v, **known)]
         if not missing:
             continue
@@ -210,6 +211,8 @@ def measure(config: RooflineConfig, context: RankContext, run: Run) -> None:
             )
         if device == "cuda":
             gc.collect()
+            # The graphs of the next row have a pool of their own, and cannot use blocks cached
+            # outside of it.
             torch.cuda.empty_cache()
     compared = compare(run.records)
     run.part(COMPARISON.name).records[:] = beside_peers(compared)
@@ -232,24 +235,30 @@ class Row:
         self.case, self.direction, self.config, self.device = case, direction, config, device
         self.inputs = case.inputs(device)
         result = first(case.operation.main(*[t.detach() for t in self.inputs]))
+        # One upstream gradient for all variants, so that their gradients can be compared with those
+        # of `exact`.
         self.upstream = upstream_of(result, direction)
         self.found: dict[str, dict[str, Any]] = {variant: {"status": "ok"} for variant in variants}
         self.functions: dict[str, Function] = {}  # of those that were right
         self.captures = not case.operation.stateful  # an optimizer's steps are not captured
 
     def measure(self) -> dict[str, dict[str, Any]]:
-        """Variant → metrics."""
+        """Check and time all variants. Return variant → metrics."""
         if not {"compile", "template", "max-autotune", "torchao"}.isdisjoint(self.found):
             # not between the two: captured graphs launch what either compiled
             torch.compiler.reset()
         try:
             expected = exact(self.case, self.inputs, self.direction, self.upstream)
+        # Rows that fill the device have no room for float64. They are timed without an error.
         except torch.OutOfMemoryError:
             expected = None
         for variant in self.found:
             self._add(variant, partial(self._check, variant, expected))
+        # Before the timing, whose graphs need the memory.
         del expected
         self._time()
+        # After the timing, since a function that returns results of an earlier call would be right
+        # until then.
         if "yours" in self.functions and self.found["yours"]["status"] == "ok":
             self._add("yours", self._check_again)
         return self.found
@@ -274,6 +283,8 @@ class Row:
 
         def begin(variant: str) -> dict[str, Any]:  # compiles, so that no round does
             prepared = ready(variant)
+            # `repeat_ms` is the device time of a number, and a number is the median over all
+            # rounds.
             counts[variant] = calls_within(
                 self.config.repeat_ms / self.config.rounds, prepared.call, device
             )
@@ -303,13 +314,15 @@ class Row:
         }
 
     def _maker(self, function: Function) -> Callable[[], Callable[[], Any]]:
-        """Makes what is timed, over copies of the inputs: a peer may overwrite what it is given."""
+        """Return a function that makes the run on inputs of its own: a peer may overwrite them."""
         mine = with_gradients(self.inputs)
         return partial(runner, function, mine, self.direction, self.upstream)
 
     def _check(self, variant: str, expected: list[Tensor] | None) -> dict[str, Any]:
-        """Error, memory and launches of one variant, alone on the device."""
+        """Return error, memory and launches of one variant, which runs alone on the device."""
         function, fresh = build(self.case, variant), with_gradients(self.inputs)
+        # After the inputs were copied and the form was built, so that the difference is that of the
+        # call.
         before = allocated_bytes(self.device)
         with peak_memory(self.device) as memory:
             results = runner(function, fresh, self.direction, self.upstream)()
@@ -320,6 +333,8 @@ class Row:
                 memory.peak_alloc_bytes - before + sum(t.nbytes for t in fresh)
             )
             del fresh, results
+            # Kernels are counted in a second call: the first may compile, and launch kernels to
+            # tune itself.
             again = self._maker(function)()
             kernels = {
                 name: count
@@ -343,7 +358,7 @@ class Row:
         return error is None or error <= allowed
 
     def _check_again(self) -> dict[str, Any]:
-        """Error of a user's kernel after its timing: it may have kept something of earlier calls.
+        """Check a user's kernel again after its timing: it may have kept results of earlier calls.
 
         Its inputs are now others, of the same sizes.
         """
@@ -377,7 +392,7 @@ def exact(
 
 
 def build(case: Case, variant: str) -> Function:
-    """The function of a variant; compiled ones are compiled for this size, as their users do."""
+    """Return the function of a variant. Compiled ones are compiled for this size, as in use."""
     variants = case.operation.variants
     if variant in variants:
         return variants[variant]
@@ -390,11 +405,12 @@ def build(case: Case, variant: str) -> Function:
 
 
 def worst_error(results: Any, expected: list[Tensor] | None) -> float | None:
-    """Largest difference of any result, over the largest value of that result."""
+    """Return the largest difference of any result, over the largest value of that result."""
     if expected is None:
         return None
     results = results if isinstance(results, tuple | list) else [results]
     return max(
+        # 1e-30 keeps a result of zeros from dividing by zero.
         ((x.double() - y).abs().max() / y.abs().max().clamp(min=1e-30)).item()
         for x, y in zip(results, expected, strict=False)
     )
@@ -403,7 +419,7 @@ def worst_error(results: Any, expected: list[Tensor] | None) -> float | None:
 def _rates(
     case: Case, direction: str, metrics: dict[str, Any], limits: dict[str, float]
 ) -> dict[str, Any]:
-    """Bandwidth and arithmetic rate of a row, and their shares of the ceilings."""
+    """Return bandwidth and arithmetic rate of a row, and their shares of the ceilings."""
     if "time_p50_ms" not in metrics:
         return {}
     operation = case.operation
@@ -411,6 +427,7 @@ def _rates(
     rates = {
         "min_bytes": cost.bytes,
         "flops": cost.flops,
+        # Of the least bytes: a form that moves more is not rewarded for it.
         "gb_per_s": cost.bytes / ms / 1e6,
         "tflop_per_s": cost.flops / ms / 1e9,
         **limits,

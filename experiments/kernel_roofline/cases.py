@@ -189,6 +189,7 @@ def cases(small: bool = False) -> list["Case"]:
     by_label: dict[str, Case] = {}
     for case in table:
         shrunk = case.sized(small=True)
+        # One operation has rows of several sizes, which are equal once they are small.
         by_label.setdefault(shrunk.label, shrunk)
     return list(by_label.values())
 
@@ -240,6 +241,8 @@ class Case:
         """Return the inputs of the operation. On the meta device nothing is drawn."""
         generator = None
         if device != "meta":
+            # From the shape alone, so that a resumed run draws the inputs again that its other rows
+            # had.
             seed = len(self.shape) + sum(self.shape)
             generator = torch.Generator(device).manual_seed(seed)
         dtype = getattr(torch, self.dtype)
@@ -357,6 +360,7 @@ class Normal:
 
     def draw(self, dtype: torch.dtype, device: str, generator: torch.Generator | None) -> Tensor:
         """Return the input. The generator is None on the meta device."""
+        # Drawn in fp32 and then rounded, so that all dtypes have the same values but for rounding.
         values = torch.randn(self.shape, generator=generator, device=device).to(dtype)
         if self.mean == 0.0 and self.deviation == 1.0:
             return values
@@ -372,6 +376,8 @@ class ClassIndices:
 
     def draw(self, dtype: torch.dtype, device: str, generator: torch.Generator | None) -> Tensor:
         """Return the input, in int64. Nothing is random."""
+        # 7919 is prime, and so shares no factor with `classes`: the indices repeat only after all
+        # classes.
         return torch.arange(self.count, device=device) * 7919 % self.classes
 
 
@@ -455,6 +461,7 @@ def adamw(shape: Shape, dtype: torch.dtype) -> Operation:
     import kernels.adamw
 
     def naive(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        # Without foreach torch steps one parameter after the other, one kernel per operation.
         return torch.optim.AdamW(parameters, foreach=False)
 
     def builtin(parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -487,8 +494,11 @@ class OptimizerStep:
     def __call__(self, x: Tensor) -> Tensor:
         """Make a step. Return the first parameter."""
         if self.optimizer is None:
+            # The forms differ in how many parameters one launch steps, so there are several.
             for piece in x.detach().chunk(64):
                 parameter = piece.clone().requires_grad_()
+                # The gradient is not computed: a step reads and writes the same bytes whatever its
+                # values are.
                 parameter.grad = torch.ones_like(parameter)
                 self.parameters.append(parameter)
             self.optimizer = self.make(self.parameters)
@@ -1017,6 +1027,7 @@ def _torchao_linear() -> Function:
     """Return torchao's linear layer in fp8, by its default recipe and compiled, as its users do."""
     from torchao.float8 import convert_to_float8_training
 
+    # The layer's own weight is replaced at each call, so its size does not matter.
     layer = convert_to_float8_training(torch.nn.Linear(1, 1, bias=False))
 
     def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -1087,6 +1098,7 @@ def runner(
     needed = leaves(inputs)
 
     def forward() -> Any:
+        # Of inputs that need no gradient, so that nothing is saved for a backward that never comes.
         return function(*without_gradients)
 
     def forward_and_backward() -> tuple[Tensor, ...]:
@@ -1101,6 +1113,7 @@ def runner(
         raise ValueError(NO_BACKWARD)
 
     def backward() -> tuple[Tensor, ...]:
+        # The graph is kept, because the same backward is timed again and again.
         return torch.autograd.grad(out, needed, upstream, retain_graph=True)
 
     return backward

@@ -41,11 +41,14 @@ def chain_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # This program's tile: ROWS whole rows of BLOCK columns, a power of two that may exceed `cols`.
     columns = tl.arange(0, BLOCK)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = (columns < cols)[None, :]
     inside = (row < rows)[:, None] & real
+    # In 64 bits: rows · cols can exceed 2^31 elements, and a 32-bit offset would wrap around.
     at = row.to(tl.int64)[:, None] * cols + columns[None, :]
+    # In fp32 from here to the store. One by one, each operation would round to the dtype of x.
     s = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         s += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -57,6 +60,8 @@ def chain_kernel(
     if EXP or PLUS_ONE:
         s = tl.where(real, s, 0.0)
     if KIND == "softmax":
+        # Subtracting the row's maximum keeps exp from overflowing. Padding is −inf for the maximum,
+        # which it must not raise, and 0 in the sum.
         powered = tl.where(
             real, tl.exp(s - tl.max(tl.where(real, s, float("-inf")), 1)[:, None]), 0.0
         )
@@ -65,7 +70,10 @@ def chain_kernel(
         y = s / tl.sum(s, 1)[:, None]
     else:
         if KIND == "layer_norm":
+            # Padding becomes −mean here, and is set to 0 again for the sum of squares below.
             s = tl.where(real, s - (tl.sum(s, 1) / cols)[:, None], 0.0)
+        # LayerNorm divides by √(mean of (s − mean)² + eps), and RMSNorm by the same with s not
+        # centred.
         y = s * tl.rsqrt(tl.sum(s * s, 1) / cols + eps)[:, None]
         y *= tl.load(w_ptr + columns, mask=columns < cols, other=0.0).to(tl.float32)[None, :]
         if KIND == "layer_norm":

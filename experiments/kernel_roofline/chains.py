@@ -151,6 +151,8 @@ def in_one_kernel(chain: Chain) -> Function | None:
 
     The form is [add] → [exp] → [plus_one] → a row operation → [scale] → [bias] → [silu].
     """
+    # The kernel holds whole rows once, and has one row operation. Two of them, or none, are not its
+    # form.
     rows = [name for name in chain if STEPS[name].pattern == ROWS]
     if len(rows) != 1:
         return None
@@ -168,6 +170,8 @@ def in_one_kernel(chain: Chain) -> Function | None:
             return applied(chain, naive=True)(x, *operands)
         from .chain_kernel import launch
 
+        # Operands come in the order of the chain, which is the order of the form: residual, then
+        # weight and bias of the norm, then the step `bias`.
         left = list(operands)
         vectors = len(STEPS[kind].takes)  # none, a weight, or a weight and a bias
         residual = left.pop(0) if "add" in chain else None
@@ -270,6 +274,7 @@ def chain_operation(chain: Chain, shape: Shape, dtype: torch.dtype) -> Operation
         ours=in_one_kernel(chain),
         naive=applied(chain, naive=True),
         builtin=applied(chain, naive=False),
+        # The least bytes: what enters and leaves the chain, with nothing stored between its steps.
         forward_cost=chain_graph(chain, shape, dtype.itemsize).fused(),
     )
 
@@ -308,6 +313,7 @@ def _step_rows(graph: Graph, limits: dict[str, float]) -> list[tuple[str, dict[s
         has_smaller_operand = any(
             graph.sizes[tensor] < graph.sizes["x0"] for tensor in operator.reads
         )
+        # The rate of the copy kernel holds only for operators whose tensors all have x's shape.
         if name == "sum":
             rate = limits["reduce_gb_per_s"]
         elif operator.pattern == ROWS:
@@ -338,6 +344,8 @@ def _form_rows(
     A form that was not measured has no row, except the chain one by one.
     """
     widened = naive_bytes(case, "fwd") or {}
+    # Each operation of the naive form at the rate of its kind of traffic. bytes / (GB/s) / 1e6 =
+    # ms.
     widened_ms = 0.0
     for kind, count in widened.items():
         widened_ms += count / limits[f"{kind}_gb_per_s"]
@@ -419,6 +427,8 @@ def advice(records: Sequence[Record]) -> list[str]:
         first = rows[0]
         itemsize = getattr(torch, first.config["dtype"]).itemsize
         graph = chain_graph(first.config["chain"], first.config["shape"], itemsize)
+        # The advisor needs the sizes of some GPU. A record of a CPU, or of a GPU without a
+        # datasheet here, gets the plan for an H100.
         gpu = lookup(first.environment.get("device_name") or "") or H100_SXM
         groups = []
         for operators in advise(graph, gpu).groups:

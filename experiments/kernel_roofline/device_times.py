@@ -22,6 +22,8 @@ def can_be_captured(run: Callable[[], Any]) -> bool:
 
     A failed capture would leave the device in an unknown state.
     """
+    # In this mode a wait for the device raises instead of waiting. A capture would fail at it as
+    # well.
     torch.cuda.set_sync_debug_mode("error")
     try:
         run()
@@ -57,9 +59,11 @@ def prepare(make: Callable[[], Callable[[], Any]], device: str, capture: bool = 
     if device != "cuda":
         return Prepared(make(), False, None)
     stream = torch.cuda.Stream()
+    # The inputs are made on the current stream, and may not be ready yet.
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run = make()
+        # A capture must not compile or tune, so the first calls come before it.
         for _ in range(2):
             run()
         capture = capture and can_be_captured(run)
@@ -76,11 +80,15 @@ def device_ms(call: Callable[[], Any], count: int, device: str) -> float:
     """
     larger_than_l2 = None
     if device == "cuda":
+        # 256 MiB. An H100 and an H200 have an L2 of 50 MB.
         larger_than_l2 = torch.empty(2**28, dtype=torch.int8, device=device)
     timer = clock.PhaseTimer(device)
+    # Untimed: the first replay of a graph also uploads it.
     call()
     for _ in range(count):
         if larger_than_l2 is not None:
+            # Evicts what the call before left in the L2. Writing the buffer comes before `start`,
+            # and is not timed.
             larger_than_l2.zero_()
         timer.start()
         call()
@@ -101,6 +109,7 @@ def fits(held: int) -> bool:
     Args:
         held: bytes that all variants hold at most.
     """
+    # torch's allocator hands out its cached blocks again, although the driver counts them as used.
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     free = torch.cuda.mem_get_info()[0] + cached
     # The same amount again is left for memory lost between blocks, the runs before a capture and
@@ -128,6 +137,7 @@ def of_triton_kernels(run: Callable[[], Any]) -> dict[str, float]:
     from kernels import _dispatch
 
     compiled = []
+    # Every launch of Triton, also one in another package, goes through this method.
     launch = triton.runtime.jit.JITFunction.run
 
     def noting(*arguments: Any, **options: Any) -> Any:
@@ -184,6 +194,7 @@ def ceilings(device: str, repeat_ms: int) -> dict[str, float]:
         `empty_kernel_ms`, which `prediction` needs. `cublas_tflop_per_s`.
     """
     if device == "cuda":
+        # In fp32 1 GiB for the copy, far more than the L2 holds, and a matmul that fills all SMs.
         rows, cols, size = 65536, 4096, 8192
     else:
         rows, cols, size = 16, 4096, 64
@@ -201,13 +212,16 @@ def ceilings(device: str, repeat_ms: int) -> dict[str, float]:
     x = torch.randn(rows, cols, device=device)
     bytes_per_s = memory_traffic.rates(x, seconds)
     half, out, tiny = x.bfloat16(), torch.empty_like(x), torch.ones(1, device=device)
+    # The factor 2: every byte is read and written.
     elementwise = 2 * x.nbytes / milliseconds(partial(torch.abs, x, out=out)) * 1e3
+    # cudaMemcpy is not always the faster of the two. A ceiling that rows exceed would be none.
     bytes_per_s["copy"] = max(bytes_per_s["copy"], elementwise)
     bytes_per_s["rows"] = 2 * half.nbytes / milliseconds(partial(F.layer_norm, half, (cols,))) * 1e3
     limits = {f"{kind}_gb_per_s": rate / 1e9 for kind, rate in bytes_per_s.items()}
     limits["empty_kernel_ms"] = milliseconds(partial(torch.abs, tiny, out=tiny))
     a = torch.randn(size, size, device=device).bfloat16()
     b = torch.randn(size, size, device=device).bfloat16()
+    # A matmul of N × N takes 2·N³ FLOPs. Over ms, 1e9 makes it TFLOP/s.
     limits["cublas_tflop_per_s"] = 2 * size**3 / milliseconds(partial(torch.mm, a, b)) / 1e9
     square = torch.ones(64, 64, device=device, requires_grad=True)
     # cuBLAS takes its workspaces now, and no row is charged for them

@@ -26,6 +26,7 @@ def naive_bytes(case: Case, direction: str) -> Counter[str] | None:
         return None
     inputs = with_gradients(case.inputs("meta"))
     log, found = TrafficLog(), Counter()
+    # The forward of a row that times only the backward is not part of it.
     with contextlib.nullcontext() if direction == "bwd" else log:
         out = first(operation.naive(*inputs))
     if direction != "fwd":
@@ -49,7 +50,9 @@ def predicted(case: Case, direction: str, limits: dict[str, float]) -> dict[str,
     traffic = None if operation.compute_bound else naive_bytes(case, direction)
     if traffic is None:
         return {}
+    # Least bytes times the factor of a kernel that moves more on purpose.
     moved = operation.cost(direction).bytes * operation.traffic_factor.get(direction, 1)
+    # bytes / (GB/s) is in 1e-9 s, so 1e6 makes it ms.
     naive_ms = sum(count / limits[f"{kind}_gb_per_s"] for kind, count in traffic.items()) / 1e6
     ours_ms = moved / limits["copy_gb_per_s"] / 1e6
     empty = limits["empty_kernel_ms"]

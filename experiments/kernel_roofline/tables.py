@@ -191,6 +191,8 @@ def _predictions(records: Sequence[Record]) -> list[str]:
         predicted = record.metrics.get("predicted_over_naive")
         if record.variant != "ours" or OFF.value(record) is None:
             continue
+        # A median within CLOSE_PCT is not enough: noise could have put it there. So the whole
+        # interval decides.
         measured = interval_of(record, "over_naive")
         if measured is None:
             unclear.append(record)

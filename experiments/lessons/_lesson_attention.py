@@ -530,10 +530,10 @@ class Step:
 def descriptors(tensors: Sequence[Tensor], rows: int, wanted: bool) -> list[object]:
     """Return a tensor descriptor per (H, T, D) tensor, of tiles (rows, D). None if not wanted."""
     if not wanted:
-        # A view (H·T, D): a tile is then two coordinates, whatever the head.
         return [None] * len(tensors)
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+    # A view (H·T, D): a tile is then two coordinates, whatever the head.
     return [
         TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [rows, x.shape[-1]]) for x in tensors
     ]

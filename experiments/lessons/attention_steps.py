@@ -141,7 +141,9 @@ def calls_of(
 
 def _calls_of_step(step: Step, tensors: Sequence[Tensor]) -> Calls:
     """Return `calls_of` a step, whose kernels take (H, T, D) and no graph of autograd."""
+    # (1, H, T, D) → (H, T, D)
     q, k, v, do = (x.detach()[0] for x in tensors)
+    # The backward is timed alone, so it gets the results of a forward made now.
     o, lse2 = forward(step, q, k, v)
 
     def output() -> Tensor:
@@ -260,6 +262,7 @@ def ready(
 
 def once(calls: Calls, repeats: int, device: torch.device) -> dict[str, list[float]]:
     """Return ms of forward and of backward, timed in one round, and their sums as both."""
+    # Without a GPU nothing is compiled, and an interpreted call takes long.
     warmup = 1 if device.type == "cuda" else 0
     fwd_ms = clock.measure(calls["fwd"], warmup=warmup, repeats=repeats, device=device)
     bwd_ms = clock.measure(calls["bwd"], warmup=warmup, repeats=repeats, device=device)
@@ -287,6 +290,7 @@ def gains(found: dict[str, Metrics], steps: Sequence[Step], length: int) -> None
                 old / new for old, new in zip(old_ms, new_ms, strict=True)
             )
             old_work, new_work = _work(before, way, length), _work(now, way, length)
+            # Other steps compute the same, only faster. Counting FLOPs predicts nothing for them.
             if computes_less and old_work != new_work:
                 metrics[f"{way}_predicted_gain"] = old_work / new_work
 

@@ -67,6 +67,7 @@ def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
         planned = [
             trial.planned(trial.strategy, mode) for trial in config.trials() for mode in modes
         ]
+        # One combination that fits is enough. Those that do not are rows that say OOM.
         require(planned, context.device, context, some=True)
     if config.nvtx:
         torch.cuda.profiler.start()
@@ -76,6 +77,7 @@ def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
             of_warmup = f"warm-up {warmup}" if len(config.warmups) > 1 else ""
             named = filter(None, [config.label(trial), mode, of_warmup])
             names[mode, warmup] = ", ".join(named)
+        # A combination is timed as a whole, because its warm-ups are cut from one series.
         if all(map(run.done, names.values())):
             continue
         rows = timed(config, trial, context, run.progress)  # first, while the process is cold
@@ -84,6 +86,7 @@ def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
             checked = agreed(partial(errors_against_reference, context, trial), context)
         else:
             checked = agreed(dict, context)
+        # Only rank 0 has the errors, and all ranks add the same rows.
         checked = collectives.gather_objects(checked, context.group)[0]
         for (mode, warmup), metrics in rows.items():
             metrics |= {name: checked.get(name) for name in ("loss_rel_error", "grad_rel_error")}
@@ -99,6 +102,7 @@ def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
             )
     if config.nvtx:
         torch.cuda.profiler.stop()
+    # Only after all timing: profilers and memory history would slow what is timed.
     for trial in config.trials():
         take_apart(config, trial, context, run)
 

@@ -82,6 +82,7 @@ Parts = Counter[tuple[str, str]]  # (phase, part) → ms, number or FLOPs
 
 def part_of(name: str) -> str:
     """Return the part of the model that a range belongs to, forward or backward."""
+    # The range of a module's backward carries its name.
     name = name.removesuffix(" backward")
     for part, pattern in PARTS:
         if re.search(pattern, name):
@@ -104,13 +105,18 @@ def measured_parts(events: Sequence[Event]) -> tuple[Parts, Parts]:
     windows = step_windows(events)
     ms, count, still_open = Counter(), Counter(), []
     for event in sorted(events, key=_outermost_first):
+        # A stack of ranges: those that ended before this event was launched enclose nothing any
+        # more.
         while still_open and still_open[-1].end_ms < event.on_host_ms:
             still_open.pop()
         if event.kind == "range":
             still_open.append(event)
         elif any(start <= event.start_ms and event.end_ms <= end for start, end in windows):
+            # A kernel belongs to the range in which the host launched it. By the time it runs, the
+            # host may be far ahead.
             names = [each.name for each in reversed(still_open) if event.on_host_ms <= each.end_ms]
             where = _phase_around(names), _part_around(names)
+            # The mean over the traced steps.
             ms[where] += (event.end_ms - event.start_ms) / len(windows)
             count[where] += 1 / len(windows)
     return ms, count
@@ -164,6 +170,7 @@ class Rates:
         arithmetic = f"attention{backward}" if operator.is_attention else "matmul"
         if operator.name.startswith(TORCHS_NORMS):
             kind = f"norm{backward}"
+        # The roofline: arithmetic and memory traffic overlap, so the longer of the two decides.
         flops_s = operator.flops / self.flops_per_s[arithmetic]
         bytes_s = operator.bytes / self.bytes_per_s[kind]
         return self.launch_s + max(flops_s, bytes_s)
@@ -178,6 +185,7 @@ def rates(trial: Trial) -> Rates | None:
     on_gpu = device.type == "cuda"
 
     def seconds(call: Callable[[], Any]) -> float:
+        # Compiles and allocates, and is not timed.
         call()
         if on_gpu:
             return busy_ms(call)[0] / 1e3
@@ -195,6 +203,7 @@ def rates(trial: Trial) -> Rates | None:
         # The difference of two noisy times can be near 0, or below.
         return forward, max(seconds(step) - forward, 0.1 * forward)
 
+    # The sizes of the model's own operators, because a rate depends on the size.
     tokens, d = options.batch * shape.context_length, shape.d_model
     x = torch.randn(tokens, d, device=device).to(dtype)
     w = torch.randn(d, shape.d_ff, device=device).to(dtype)
@@ -204,6 +213,7 @@ def rates(trial: Trial) -> Rates | None:
     q = torch.randn(
         options.batch, shape.num_heads, shape.context_length, d // shape.num_heads, device=device
     ).to(dtype)
+    # 256 MiB in fp32 on a GPU, more than its L2 holds.
     big = torch.ones(2**14 if on_gpu else 2**8, 2**12, device=device)
     tiny = torch.ones(1, device=device)
 
@@ -214,12 +224,14 @@ def rates(trial: Trial) -> Rates | None:
     attention_s, attention_backward_s = both(sdpa, q, q.clone(), q.clone())
     bytes_per_s = memory_traffic.rates(big, seconds)
     bytes_per_s |= {
+        # The stream is read and written.
         "norm": 2 * stream.nbytes / norm_s,
         "norm backward": 4 * stream.nbytes / norm_backward_s,
     }
     # causal: half of 4·B·T²·d; backward five matmuls for two
     scores = 2 * q.numel() * shape.context_length
     flops_per_s = {
+        # (T × d) · (d × d_ff) takes 2·T·d·d_ff FLOPs.
         "matmul": 2 * tokens * w.numel() / seconds(partial(torch.matmul, x, w)),
         "attention": scores / attention_s,
         "attention backward": 2.5 * scores / attention_backward_s,
@@ -238,7 +250,9 @@ def counted_parts(
     with FlopsByCategory() as counted, log:
 
         def mark(phase: str) -> None:
+            # The counter starts anew for each phase.
             by_phase[phase], counted.flops = counted.flops, Counter()
+            # `phase` is the one that has ended. The operators after it are of the next.
             log.phase = "optimizer" if phase == "backward" else "backward"
 
         with named_ranges(plain.model, Emitter(log.open.append, log.open.pop), plain.optimizer):
@@ -300,6 +314,7 @@ def draw_parts(records: Records, path: Path) -> None:
         for metric in ("part_ms", "predicted_part_ms")
         if any(r.metrics[metric] for r in records)
     ]
+    # Measured above predicted, for one combination after the other.
     bars = [(label, metric) for label in labels for metric in known]
     parts = {kind: [0.0] * len(bars) for kind in (*DRAWN, "other")}
     for record in records:

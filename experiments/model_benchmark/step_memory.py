@@ -53,6 +53,8 @@ def memory(context: RankContext, config: TrialConfig, folder: Path, slug: str) -
         with opened(context, config) as trial:
             with peak_memory(device) as allocator:
                 trial(mode)
+                # After a first call, which allocates what stays: compiled code, workspaces,
+                # optimizer state.
                 timeline = over_time(trial, mode)
             if device.type == "cuda" and mode == "step":
                 history = memory_timeline.allocator_history(folder / f"memory_{slug}.pickle")
@@ -96,6 +98,7 @@ def over_time(trial: Trial, mode: str) -> memory_timeline.MemoryTimeline | None:
 
     Call it on every rank.
     """
+    # The steady state: nothing of the call before is held, neither gradients nor its loss.
     trial.model.zero_grad(set_to_none=True)
     trial.optimizer.zero_grad(set_to_none=True)
     trial.last_loss = None
@@ -131,6 +134,7 @@ def predicted_peak(config: TrialConfig, context: RankContext, mode: str) -> int 
     if mode == "step":
         return expected.peak.total
     if mode == "forward_backward":
+        # AdamW makes its state in its first step, which these modes never take.
         moments = [moment for phase, moment in expected.moments if phase != "optimizer step"]
         return max(moment.total - moment.optimizer_state for moment in moments)
     model = config.model()
@@ -206,6 +210,7 @@ def saved(context: RankContext, trial: TrialConfig) -> dict[str, Rows]:
         return {SAVED: []}
     rows = []
     for form, (how, ops) in FORMS.items():
+        # One rank without a strategy: what a block saves does not depend on how gradients are sent.
         config = replace(trial, compile="off", strategy="local", ops=ops)
         if form == "ours" and context.device.type == "cuda":
             config = replace(config, attention="flash")
@@ -269,8 +274,10 @@ def predicted_saved(config: TrialConfig, *, fused: bool) -> int | None:
     shape = ModelShape.of(model)
     kept = block_activations(shape, config.batch, model.context_length, precision, model.attention)
     if precision.copies_weights:
+        # Autograd keeps the matrices' copies in the low precision, which backward multiplies with.
         kept += precision.compute * shape.block_matrices
     if fused:
+        # One tensor (B·T, d_ff) fewer.
         kept -= precision.compute * config.batch * model.context_length * model.d_ff
     return kept
 

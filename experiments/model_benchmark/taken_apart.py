@@ -29,7 +29,10 @@ def profile(context: RankContext, config: TrialConfig, folder: Path, slug: str) 
     """Write rank 0's traces, and return the rows of kernels, of kinds of work and of parts."""
     counted = None
     if context.is_main:
+        # Eager, because a compiled step has no operators at the dispatcher, and on rank 0 alone,
+        # because counting needs no other rank.
         with opened(context, replace(config, compile="off", strategy="local")) as plain:
+            # The first step makes the optimizer's state, which later ones do not.
             plain("step")
             counted = counted_parts(plain, rates(plain))
     timer = PhaseTimer(context.device)
@@ -41,6 +44,7 @@ def profile(context: RankContext, config: TrialConfig, folder: Path, slug: str) 
         # Of so few steps the range is about the 95 % interval of their median.
         timer_noise_pct = max(100 * abs(ms / timer_ms - 1) for ms in steps_ms)
         traced = partial(_traced, context, trial, folder)
+        # All ranks step, since a step communicates. Only rank 0 is traced.
         training_events = traced(f"trace_{slug}", TRACED_STEPS)
         inference_events = traced(f"inference_{slug}", 1, "inference")
         by_part = None
@@ -51,6 +55,7 @@ def profile(context: RankContext, config: TrialConfig, folder: Path, slug: str) 
     if counted is not None:
         predicted, matmuls, flops = counted
         training, inference = summarise(training_events), summarise(inference_events)
+        # A forward without gradients does the same arithmetic.
         flops["inference"] = flops["forward"]
         # Forwards without gradients, whose phase is inference.
         forwards = tuple(replace(kernel, phase="inference") for kernel in inference.kernels)
@@ -151,6 +156,8 @@ def _work_rows(
                 calls[kernel.category] += kernel.count
         for kind in CATEGORIES:
             ms, operations = times[kind], flops[phase].get(kind, 0)
+            # A kind may have time without FLOPs, as copies have, or FLOPs in a kernel of another
+            # kind.
             if ms or operations:
                 metrics = {
                     "phase": phase,

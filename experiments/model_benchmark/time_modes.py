@@ -58,6 +58,7 @@ def timed(
     found = {}  # mode → its rows by warm-up, or their status
 
     def every_mode() -> Metrics:
+        # One trial for all modes, so that it is built and compiled once.
         with opened(context, trial) as ready:
             for mode in modes:
                 if mode in found:
@@ -71,6 +72,8 @@ def timed(
     if config.factory is None:  # the memory of a user's model is not planned
         for mode in modes:
             planned = trial.planned(trial.strategy, mode)
+            # A mode that cannot fit is not tried, so the smaller modes of this combination still
+            # run.
             if shortage(planned, context.device, context) is not None:
                 found[mode] = {"status": OOM}
     # the status of modes that are never reached, because the trial itself cannot be built
@@ -110,6 +113,7 @@ def verdict(checked: Metrics, trial: TrialConfig) -> str:
     # A user's model has no plainer form to be compared with. ddp_bench checks its gradients.
     if trial.factory is not None:
         return "ok"
+    # "not <=", because a NaN is wrong too.
     if not checked["grad_rel_error"] <= TOLERANCE[trial.dtype]:
         return "wrong gradients"
     return "ok"
@@ -136,6 +140,7 @@ def time_mode(
     timer = PhaseTimer(context.device)
 
     def call(times: int) -> Metrics:
+        # Work that was queued before is not part of the wall time, and what this call queues is.
         timer.synchronize()
         begin = time.perf_counter()
         for _ in range(times):
@@ -150,15 +155,19 @@ def time_mode(
         if config.nvtx:
             stack.enter_context(torch.cuda.nvtx.range(mode))
             stack.enter_context(named_ranges(trial.model, emitter("nvtx"), trial.optimizer))
+        # Otherwise the first call would contain the wait for the last rank to be ready.
         dist.barrier(context.group)
+        # One call, on whose status the ranks agree. After it they run without asking each other.
         first = agreed(partial(call, 1), context)
         if first["status"] != "ok":
             return first["status"]
         wall_ms = first["wall_ms"] + call(max(config.warmups) + config.repeats - 1)["wall_ms"]
     samples = timer.steps()
     slowest = partial(slowest_rank, group=context.group, device=context.device)
+    # A step lasts until its slowest rank is done.
     phases = {name: slowest([sample[name] for sample in samples]) for name in samples[0]}
     peak = slowest([memory.peak_alloc_bytes or 0])[0]
+    # After the timing, since the profiler slows the host.
     busy = busy_ms(partial(trial, mode))[0] if context.device.type == "cuda" else None
     compiled = trial.compiled_calls(mode) if trial.options.compile != "off" else None
     # From here on nothing is communicated, so a rank may raise.
@@ -184,6 +193,7 @@ def _metrics(
     trial: Trial, mode: str, phases: dict[str, list[float]], warmup: int, repeats: int
 ) -> Metrics:
     """Return metrics of the calls after `warmup` calls, from all durations of each phase."""
+    # Every warm-up is a cut of the same series, so all rows have `repeats` calls.
     kept = {name: times[warmup : warmup + repeats] for name, times in phases.items()}
     step = kept["step"]
     found = {"status": "ok", "first_ms": step[0]}
@@ -200,6 +210,7 @@ def _metrics(
     peak = peak_of(trial.context.device, trial.options.dtype)
     # The guard counts the least that must be done: a causal kernel may skip half of the scores.
     check_speed(step_flops(trial.options, mode, causal=True), min(step), peak)
+    # MFU counts attention in full, also where it is causal.
     flops = step_flops(trial.options, mode)
     found["tflops_per_s"] = flops / p50 / 1e9
     share = mfu(flops, p50 / 1e3, peak)
@@ -211,4 +222,6 @@ def _metrics(
 def step_flops(config: TrialConfig, mode: str, causal: bool = False) -> int:
     """Return the FLOPs of one call on one rank, without what checkpointing recomputes."""
     sizes = config.model().sizes(config.batch)
+    # Backward multiplies twice for each matmul of the forward: for the input's gradient and the
+    # weight's. So a step is three forwards.
     return forward_flops(**sizes, causal=causal).total * PASSES[mode]

@@ -43,6 +43,7 @@ SWEPT = (
 def _swept(name: str) -> tuple[str, Any, Any]:
     """Return a trial's option as one that takes several values: name, type and field."""
     one = next(each for each in declared_options(TrialConfig) if each.name == name)
+    # None stands for the preset's own value. On the command line that is the word `preset`.
     swept = option(
         (one.default,),
         f"{one.declaration.help}; several are swept",

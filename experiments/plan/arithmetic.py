@@ -146,6 +146,7 @@ class KernelFloor(Calculation):
         Raises:
             ValueError: the kernel does not take so many dimensions.
         """
+        # A kernel that is not in DIMENSIONS takes any number of them.
         dimensions = len(self.shape)
         allowed, words = DIMENSIONS.get(self.name, ((dimensions,), ""))
         if dimensions not in allowed:
@@ -202,6 +203,7 @@ class BlockAdvice(Calculation):
         plan = fusion.advise(graph, self.spec, self.dtype)
         counts = fusion.kernel_counts(graph, self.spec, self.dtype)
         one_by_one = graph.unfused().bytes
+        # Tensors between two operators of a group stay on chip, and are neither written nor read.
         saved = one_by_one - sum(graph.fused(group).bytes for group in plan.groups)
         rows = [(each.operator, each.action, each.reason) for each in plan.decisions]
         table = tabulate(

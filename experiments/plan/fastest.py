@@ -66,6 +66,7 @@ def measure_choices(config: PlanConfig, run: Run) -> None:
             settings = vars(choice) | {"layout": str(choice.layout)}
             row = run.add(str(choice), metrics, **own, **settings)
             row.environment["device_name"] = f"{gpu.name}, predicted"
+    # Layouts were searched one after the other, and the answer is the fastest of all.
     run.records.sort(key=_order)
     run.save()
 
@@ -114,6 +115,7 @@ def search(config: PlanConfig, layout: Layout, machine: Machine) -> list[tuple[C
     if layout.ranks > 1:
         found = _fastest(config, series, machine, needed)
         if found is None:  # show the way that comes closest
+            # First by the parameters alone, which needs no search, then by the whole peak.
             least = min(least_bytes(config, each[0]) for each in series)
             closest = [each[-1] for each in series if least_bytes(config, each[0]) == least]
             last = min(closest, key=peak_of)
@@ -124,7 +126,9 @@ def search(config: PlanConfig, layout: Layout, machine: Machine) -> list[tuple[C
     for way in ways.values():
         fitting = [choice for each in way for choice in _largest_fitting(each, needed)]
         timed = [(choice, needed(choice) | _time(config, choice, machine)) for choice in fitting]
+        # Series that differ only in the size of buckets compete for the same two rows.
         timed.sort(key=step_ms)
+        # The smallest micro-batch of a series, and so its least memory.
         last = way[-1][-1]
         rows.extend(timed[:PER_STRATEGY] or [(last, needed(last) | NOTHING_FITS)])
     return rows
@@ -135,9 +139,11 @@ def least_bytes(config: PlanConfig, choice: Choice) -> float:
 
     If parameters are whole, these are parameters and their gradients in fp32.
     """
+    # These strategies shard parameters and gradients, and have no such bound.
     if get_strategy(choice.strategy).sends == "units":
         return 0.0
     shares = choice.layout.tensor * choice.layout.pipeline
+    # Parameters and gradients in fp32. Tensor and pipeline ranks hold a part each.
     return 2 * FP32 * config.num_parameters() / shares
 
 
@@ -157,7 +163,10 @@ def _series(config: PlanConfig, layout: Layout, machine: Machine) -> list[list[C
     found: dict[tuple, list[Choice]] = {}
     for choice in choices(
         ranks // (layout.tensor * layout.pipeline),
+        # Ranks that share matrices are next to each other in a node, so fewer groups of them fit
+        # into it.
         max(1, nodes // layout.tensor),
+        # Sequences of a step for one group of ranks that share a model.
         config.batch * layout.ranks // ranks,
         strategies,
         recomputation,
@@ -182,6 +191,7 @@ def _largest_fitting(series: Sequence[Choice], needed: Callable[[Choice], Metric
 
     whole = [choice for choice in series if choice.micro_batches == 1 and fits(choice)]
     parts = [choice for choice in series if choice.micro_batches > 1]
+    # `parts` has the largest first, so `fits` is False and then True.
     first = bisect_left(parts, True, key=fits)
     return [*whole, *parts[first : first + CANDIDATES]]
 
@@ -205,6 +215,7 @@ def _fastest(
 
     def wait(left: Sequence[Choice]) -> None:
         time = estimated(shape, left[0], machine, ranks, config.dtype, config.kernels())
+        # The number keeps the heap from comparing choices of equal time.
         heappush(waiting, (time.step, next(numbers), left))
 
     for each in series:
@@ -217,6 +228,7 @@ def _fastest(
             wait(each)
     while waiting:
         _, _, left = heappop(waiting)
+        # Everything still waiting is slower, so the first that fits is the fastest.
         if needed(left[0])["fits"]:
             return left[0]
         if smaller := _largest_fitting(left[1:], needed):
@@ -249,9 +261,12 @@ def _time(config: PlanConfig, choice: Choice, machine: Machine) -> Metrics:
     # Of all ranks that share a model; each has an equal part.
     sizes, shared = model.sizes(config.batch * choice.layout.ranks // ranks), choice.layout.ranks
     again = recomputed_flops(kept_levels(choice.recompute, model.num_layers), causal=True, **sizes)
+    # With recomputation, which takes time. The FLOPs of MFU below are without it.
     matmuls = (step_flops(causal=True, **sizes) + again) / shared / machine.device.flops_per_s
     parts = {
         "compute": min(matmuls, time.compute),
+        # What compute takes longer than its FLOPs at the rate of matmuls is the time of operators
+        # that wait for memory.
         "memory bandwidth": max(0.0, time.compute - matmuls),
         "communication": time.overhead,
         "optimizer": time.optimizer,
@@ -259,6 +274,7 @@ def _time(config: PlanConfig, choice: Choice, machine: Machine) -> Metrics:
     }
     tokens_per_s = config.batch * model.context_length / time.step
     nodes = -(-ranks // machine.network.devices_per_node)
+    # Nodes write their parts of a checkpoint at the same time.
     saving = STATE_BYTES * model.num_parameters / nodes / NODE_WRITES
     failures = Failures.of_gpus(ranks, saving, RESTART_S)
     goodput = failures.goodput(failures.daly())
@@ -267,12 +283,13 @@ def _time(config: PlanConfig, choice: Choice, machine: Machine) -> Metrics:
         "predicted_tokens_per_s": tokens_per_s,
         "predicted_goodput_pct": 100 * goodput,
         "checkpoint_interval_s": failures.daly(),
+        # Goodput: the share of time that is not lost to failures and to checkpoints.
         "predicted_days": config.tokens / tokens_per_s / goodput / 86_400,
     }
 
 
 def _time_of_own(config: PlanConfig, choice: Choice, machine: Machine) -> Metrics:
-    """The same of a user's model, by replaying its operators and messages."""
+    """Return `_time` of a user's model, by replaying its operators and messages."""
     _, ranks = config.fleet()
     step = simulated(config.factory, choice.strategy, choice.micro_batch, ranks, config.dtype)
     once, steps = replay(step, machine), choice.micro_batches
@@ -282,6 +299,7 @@ def _time_of_own(config: PlanConfig, choice: Choice, machine: Machine) -> Metric
     compute_s = sum(map(machine.device.seconds, step.operators)) - optimizer_s  # of a micro-batch
     flops = sum(op.flops for op in step.operators) * steps
     matmuls = min(flops / machine.device.flops_per_s, steps * compute_s)
+    # Only the last micro-batch communicates. The others compute.
     device_s = once.step_ms / 1e3 + (steps - 1) * compute_s
     host_s = host_time(steps * len(step.operators), len(step.calls))
     step_s = max(device_s, host_s)
@@ -330,7 +348,7 @@ def _ms(value: float) -> str:
 
 
 def answer(records: Records) -> str:
-    """The answer in words; `recomputed` means activation checkpointing of every block."""
+    """Return the answer in words. `recomputed` means activation checkpointing of every block."""
     config = PlanConfig.of(records[0].config)
     _, ranks = config.fleet()
     usable = config.usable_bytes()
@@ -368,14 +386,17 @@ def answer(records: Records) -> str:
     text += _reasons(best, records)
     fastest: dict[tuple, Record] = {}
     for record in fitting:
+        # Records are sorted, so the first of a way is its fastest.
         fastest.setdefault(_way(record), record)
     for label, other in zip(("Next best", "Third"), list(fastest.values())[1:], strict=False):
         ratio = other.metrics["predicted_step_ms"] / m["predicted_step_ms"] - 1
+        # The part of the step that grows most is why the other choice is slower.
         lost = {name: other.metrics[f"{part}_ms"] - m[f"{part}_ms"] for name, part in PARTS.items()}
         most = max(lost, key=lost.__getitem__)
         text += f" {label}: {other.variant}, {100 * ratio:.0f} % slower: "
         text += f"{_ms(lost[most])} ms more {most}."
     if config.days is not None and m.get("predicted_days", 0) > config.days:
+        # As if more GPUs scaled perfectly, so it is a lower bound.
         enough = math.ceil(ranks * m["predicted_days"] / config.days)
         text += f" That is longer than {config.days:g} days: it takes about {enough:,} GPUs, "
         text += "or fewer tokens."
@@ -388,7 +409,7 @@ def findings(records: Records) -> list[str]:
 
 
 def _way(record: Record) -> tuple:
-    """A choice but for its micro-batch and recomputation."""
+    """Return a choice without its micro-batch and recomputation."""
     return record.config["strategy"], record.config.get("group"), record.config.get("layout", "")
 
 

@@ -301,7 +301,9 @@ class PlanConfig(MachineOptions):
         """
         if self.layouts:
             return [Layout.parse(text) for text in self.layouts]
+        # 1, 2, 4, 8
         powers = [2**k for k in range(WIDEST.bit_length())] if self.factory is None else [1]
+        # Without a pipeline the schedule does not matter, so there is one entry for it.
         pipelines = [(1, "1f1b"), *product(powers[1:], ("1f1b", "interleaved"))]
         layouts = [
             Layout(ranks, context, tensor, schedule=schedule)
@@ -315,7 +317,7 @@ class PlanConfig(MachineOptions):
         return self.model if ":" in self.model else None
 
     def shape(self) -> ModelConfig | None:
-        """The preset, with its context replaced; None for a user's model.
+        """Return the preset with its context replaced, or None for a user's model.
 
         Raises:
             ValueError: an unknown preset, a name of another form, or a context for a user's model.
@@ -334,12 +336,12 @@ class PlanConfig(MachineOptions):
         return None
 
     def num_parameters(self) -> int:
-        """Trainable ones."""
+        """Return the number of trainable parameters."""
         shape = self.shape()
         return num_parameters(self.factory) if shape is None else shape.num_parameters
 
     def fleet(self) -> tuple[GPUSpec, int]:
-        """The device and how many."""
+        """Return the device, and the number of them."""
         if self.cluster is not None:
             hosts = cluster(self.cluster)
             return hosts.gpu, hosts.gpus
@@ -349,15 +351,15 @@ class PlanConfig(MachineOptions):
         return by_alias(name), int(count or 1)
 
     def gpu(self) -> GPUSpec:
-        """The device's datasheet."""
+        """Return the device's datasheet."""
         return self.fleet()[0]
 
     def usable_bytes(self) -> float:
-        """Bytes of a GPU's memory that a plan may use."""
+        """Return the bytes of a GPU's memory that a plan may use."""
         return USABLE * self.gpu().hbm_bytes
 
     def place(self) -> str:
-        """GPU and links, or the cluster, in words."""
+        """Return GPU and links, or the cluster, in words."""
         if self.cluster is not None:
             return self.cluster
         nodes = f"{self.between} between nodes of {self.devices_per_node}"

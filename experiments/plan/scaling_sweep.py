@@ -41,8 +41,10 @@ def measure_scaling(config: PlanConfig, run: Run) -> None:
                 micro_batch, micro_batches = split
                 metrics = _predict(config, strategy, ranks, micro_batch, micro_batches)
                 per_rank = metrics["predicted_tokens_per_s"] / ranks
+                # Efficiency compares with the smallest number of ranks, which is the first.
                 alone = alone or per_rank
                 metrics["predicted_efficiency_pct"] = 100 * per_rank / alone
+                # ddp_bench measures steps of one micro-batch.
                 if micro_batches == 1:
                     metrics |= measured.get((strategy, ranks, micro_batch), {})
                 run.add(
@@ -66,6 +68,7 @@ def _split(config: PlanConfig, kind: str, ranks: int) -> tuple[int, int] | None:
     if per_rank == 0:
         return None
     most = min(per_rank, config.per_rank)
+    # The largest part that divides the rank's share: micro-batches of one step have equal sizes.
     micro_batch = max(size for size in range(1, most + 1) if per_rank % size == 0)
     return micro_batch, per_rank // micro_batch
 
@@ -112,6 +115,7 @@ def measured_points(config: PlanConfig) -> dict[tuple[str, int, int], dict[str, 
     found: dict[tuple[str, int, int], dict[str, float]] = {}
     for path in config.records:
         for record in read_json(path):
+            # The name of a row of ddp_bench may end with its bucket size.
             strategy = record.variant.split("-")[0]
             steps = {
                 "measured_step_p20_ms": record.metrics.get("step_p20_ms"),

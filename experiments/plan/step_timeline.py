@@ -41,6 +41,7 @@ def measure_timeline(config: PlanConfig, run: Run) -> None:
             "predicted_comm_ms": line.comm_ms,
             "predicted_overlap_pct": line.overlap_pct,
             "predicted_mfu_pct": 100 * mfu(flops, line.step_ms / 1e3, peak),
+            # Counted while the strategy's code ran, and not from a formula.
             "collectives_per_step": len(step.calls),
             "comm_bytes_per_step": step.comm_bytes,
             "simulated_peak_bytes": step.peak.total,

@@ -78,6 +78,7 @@ def _gpt3(gpus: int, batch: int, teraflops: float, why: int) -> dict[str, Any]:
     Its FLOPs are 96·B·s·l·h²·(1 + s/6h + V/16lh), recomputation included.
     """
     layers, width, context, vocabulary = 96, 12_288, 2048, 51_200
+    # B is the batch of all GPUs.
     flops = 96 * gpus * batch * context * layers * width**2
     flops *= 1 + context / (6 * width) + vocabulary / (16 * layers * width)
     return {
@@ -93,6 +94,8 @@ def _gpt3(gpus: int, batch: int, teraflops: float, why: int) -> dict[str, Any]:
         "by its formula",
         "assumed": "full recomputation, attention that keeps no scores, fp32 reduction; SwiGLU of "
         "equal FLOPs for GeLU",
+        # The source states TFLOP/s per GPU. With its own formula for the FLOPs, that gives the
+        # step.
         "published": {"step_ms": 1e3 * flops / gpus / teraflops / 1e12},
         "why": f"Less the predicted compute, the published step leaves {why} GB/s per host to the "
         "1.05 TB that ZeRO-3 sends, were none of it hidden: one or two of the eight cards. The "

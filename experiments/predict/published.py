@@ -44,6 +44,7 @@ def add(run: Run, case: Case) -> None:
     found = predict(case)
     published = dict(case.published or {})
     kind = published.pop("memory_is", "allocated")
+    # Sources give one of the two. Each follows from the other by the tokens of a step on a GPU.
     if "tokens_per_s_per_gpu" in published:
         published["step_ms"] = 1e3 * case.tokens / published["tokens_per_s_per_gpu"]
     elif "step_ms" in published:
@@ -88,6 +89,7 @@ def _own() -> Iterator[Case]:
                 continue
             size = facts["size"]
             model = preset(size)
+            # Ranks of `local` do not communicate, so the step is that of one.
             ranks = 1 if record.variant == "local" else facts["world_size"]
             shape = vars(model) | {"context_length": facts.get("context", model.context_length)}
             published = {"step_ms": record.metrics["step_p50_ms"], "memory_is": "allocated"}

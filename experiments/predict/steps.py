@@ -145,6 +145,7 @@ def compare(predictions: Records, measured: Records) -> list[Record]:
     for row in measured:
         name = row.variant
         bucket = row.config.get("bucket_size_mb")
+        # A run with one bucket size has rows without it in their names. Predictions name it always.
         if bucket is not None and "-" not in name:
             name = f"{name}-{bucket:g}"
         predicted = known.get((*_case_of(row), name))

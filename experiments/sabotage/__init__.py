@@ -76,8 +76,10 @@ def measure(config: SabotageConfig, context: RankContext, run: Run) -> None:
         mistake = MISTAKES[name]
         steps = config.check_steps, config.steps
         try:
+            # One start of the ranks for both, as long as the mistake neither hangs nor raises.
             healthy, broken = run_ranks(examine_both, RANKS, name, *steps, deadline_s=120.0)[0]
         except RanksFailed as failure:
+            # The ranks of the failed call are gone, and the healthy run with them.
             healthy = run_ranks(examine, RANKS, name, False, *steps)[0]
             broken = {"error": failure.cause}
         caught, loss = caught_by(broken), broken.get("loss")
@@ -111,14 +113,17 @@ def attention_difference(attention: Attention) -> float:
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v, upstream = (torch.randn(2, 2, 32, 16, generator=generator) for _ in range(4))
+    # Without large scores a softmax that does not subtract the maximum would be right.
     q = 30 * q
     results = []
     for fn, dtype in ((attention, torch.float32), (naive_attention, torch.float64)):
+        # The same numbers for both: float64 holds fp32 exactly.
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
         o = fn(*leaves)
         results.append([o.detach(), *torch.autograd.grad(o, leaves, upstream.to(dtype))])
     # Gradients of k carry q's factor 30; relative to their size they are all of order one.
     worst = [((x - y).abs().max() / y.abs().max()).item() for x, y in zip(*results, strict=True)]
+    # `max` would ignore a NaN that is not the first, since no comparison with it is true.
     return math.inf if any(map(math.isnan, worst)) else max(worst)
 
 
@@ -126,6 +131,7 @@ def volume_difference(context: RankContext, mistake: Mistake) -> tuple[int, int]
     """Return the collectives and bytes of one step beyond the closed form of the strategy's."""
     task = mistake.trained
     train = _train_step(context, mistake, torch.optim.SGD, 0.1)
+    # The first step may send what later ones do not, so the second is counted.
     train(task.batches(context.rank, 0, context.device))
     with CollectiveRecorder() as recorder:
         train(task.batches(context.rank, 1, context.device))
@@ -145,6 +151,7 @@ def pairs_of_busiest(context: RankContext, mistake: Mistake) -> tuple[int, int]:
     The closed form is T(T + 1)/2 divided by the ranks.
     """
     length = MODEL.context_length
+    # The positions that the layout gives to this rank.
     positions = mistake.layout.axes(context.group).share(torch.arange(length)[None])
     # a query sees keys up to itself
     seen = collectives.gather_objects(int((positions + 1).sum()), context.group)
@@ -171,9 +178,12 @@ def _train_step(
 
 def loss_curve(context: RankContext, mistake: Mistake, steps: int) -> list[float]:
     """Return the mean loss over ranks of every step."""
+    # The mistake's own learner, under which its symptom shows. The check uses SGD
+    # (`parameter_difference`).
     train = _train_step(context, mistake, *mistake.learner)
     train.max_grad_norm = mistake.max_grad_norm
     task, axes = mistake.trained, mistake.layout.axes(context.group)
+    # Ranks that share a model also share a batch.
     batches = (shared_batches(task, axes, context, step) for step in range(steps))
     losses = torch.stack([train(batch) for batch in batches])
     means = collectives.sum_tensor(losses, context.group) / context.world_size
@@ -188,6 +198,7 @@ def examine(context: RankContext, name: str, broken: bool, check_steps: int, ste
     """
     mistake = MISTAKES[name] if broken else MISTAKES[name].mended()
     variant = Variant(name, mistake.strategy, BUCKET_MB, layout=mistake.layout)
+    # Also while the model is built, since some of the replaced functions run there.
     with replaced(*mistake.replaced) if mistake.replaced else nullcontext():
         difference = parameter_difference(
             context,
@@ -225,6 +236,7 @@ def caught_by(metrics: Metrics) -> list[str]:
         return [ERROR]
     failed = {
         EQUALITY: metrics["max_abs_param_diff"] > PARAMETER_TOLERANCE,
+        # None, and so no failure, for layouts that share a model: they have no volume here.
         VOLUME: metrics["collectives_beyond_prediction"] or metrics["comm_bytes_beyond_prediction"],
         ATTENTION: metrics["attention_error"] > ATTENTION_TOLERANCE,
         PAIRS: metrics["pairs_of_busiest"] != metrics["predicted_pairs_of_busiest"],
@@ -267,6 +279,8 @@ headline = headline_from(
 
 def draw(records: Records, path: Path) -> None:
     """Draw a panel per mistake: its loss and the healthy one."""
+    # Each token has `branching` equally likely successors, so no model can have a smaller loss than
+    # their entropy. A loss below it has seen the answer.
     floor = math.log(SyntheticTokens(MODEL.vocab_size, 1, 1, seed=0, rank=0).branching)
     panels = []
     for record in records:

@@ -72,6 +72,7 @@ class SumInsteadOfMean(FlatDDP):
     def _synchronize(self) -> None:
         super()._synchronize()
         for parameter in self.trainable:
+            # sum = mean × N
             parameter.grad.mul_(self.process_group.size())
 
 
@@ -79,7 +80,9 @@ class AllButTheLast(AllReduce):
     """All-reduce of full buckets, but not of the last one, which holds the first layers."""
 
     def start(self, ddp: BucketedDDP, bucket: GradientBucket) -> Any:
+        # Buckets are filled from the last layer to the first, so parameter 0 is in the last bucket.
         if bucket.plan.indices[-1] == 0:
+            # Packed as in the healthy exchange. Only the sending is left out.
             bucket.seal()
             return _NothingToWaitFor()
         return super().start(ddp, bucket)
@@ -123,9 +126,11 @@ class NeverWaits(OverlapDDP):
         return super().forward(*args, **kwargs)
 
     def _gradient_ready(self, index: int) -> None:
+        # A copy, since the mean must not arrive in `.grad` before the optimizer reads it.
         sent = self.trainable[index].grad.clone()
         self._late = (*self._late, (sent, collectives.all_reduce_mean(sent, self.process_group)))
 
+    # The strategy's own sending is switched off: everything was sent in `_gradient_ready`.
     def _is_complete(self, message: int) -> bool:
         return False
 
@@ -182,6 +187,7 @@ class StaleSums(FlatDDP):
     def no_sync(self) -> Iterator[None]:
         with super().no_sync():
             yield
+        # Kept from the first micro-batch, and not filled again.
         self._packed = self._packed or [parameter.grad.clone() for parameter in self.trainable]
 
     def _synchronize(self) -> None:
@@ -218,6 +224,7 @@ class WaitsInOwnersForward(ZeroOptimizer):
         self._slices._overlap.close()
         for module in ddp.module.modules():
             own = set(module.parameters(recurse=False))
+            # The module's own parameters, and not those that its forward reads from another module.
             needed = [n for n, bucket in enumerate(ddp.buckets) if own & set(bucket.parameters)]
             module.register_forward_pre_hook(partial(self._wait_before, needed))
 
@@ -226,6 +233,7 @@ class WaitsInOwnersForward(ZeroOptimizer):
         self._slices.wait(buckets)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
+        # Bound before the replacement, which would otherwise call itself.
         slow_gather = partial(_SlowGather, collectives.all_gather)
         with replaced(collectives, "all_gather", slow_gather):
             super().step(*args, **kwargs)
@@ -258,6 +266,8 @@ class ClipsItsOwnPart(BucketedDDP):
 
     def finish_gradient_synchronization(self) -> None:
         super().finish_gradient_synchronization()
+        # Under ZeRO-1 only this rank's slices of `.grad` are means now, so each rank has another
+        # norm.
         nn.utils.clip_grad_norm_(self.trainable, 0.1)
 
 

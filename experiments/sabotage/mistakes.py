@@ -68,6 +68,8 @@ def language_model(
         for block in model.blocks:
             block.attention.ops = dataclasses.replace(block.attention.ops, attention=attention)
             with torch.no_grad():
+                # The first two thirds are the rows of queries and keys. A score is a product of
+                # both, so each takes the root of the factor.
                 block.attention.qkv.weight[: 2 * MODEL.d_model] *= math.sqrt(logits)
         return model
 
@@ -79,11 +81,13 @@ def tokens(rank: int, step: int, device: torch.device, micro_batches: int = 1) -
     data = SyntheticTokens(
         MODEL.vocab_size, BATCH, MODEL.context_length, seed=0, rank=rank, device=device
     )
+    # A batch depends on its number alone, so steps do not share batches.
     return [data.batch(micro_batches * step + number) for number in range(micro_batches)]
 
 
 def tokens_of_rank_0(rank: int, step: int, device: torch.device) -> list[Any]:
     """Return the same micro-batch of a step on every rank."""
+    # Every rank draws from the stream of rank 0.
     return tokens(0, step, device)
 
 
@@ -128,6 +132,7 @@ class TwoExperts(nn.Module):
         self.head = nn.Linear(width, MODEL.vocab_size)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        # The choice depends on the rank's batch, so ranks use different layers in one step.
         expert = self.experts[int(tokens[0, 0]) % 2]
         x = self.embedding(tokens)
         return self.head(x + torch.relu(expert(x)))
@@ -153,6 +158,7 @@ class ReadsTheHead(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         x = x + self.middle(x)
+        # No hook of `self.head` runs, because its forward is not called.
         return nn.functional.linear(x, self.head.weight, self.head.bias)
 
 

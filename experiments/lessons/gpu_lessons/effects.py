@@ -47,6 +47,7 @@ def strides(bench: Bench) -> None:
     The last row begins within a sector.
     """
     count = bench.config.elements
+    # Every stride reads from the same tensor, whose length is that of the largest.
     x = torch.arange(count * max(STRIDES) + BLOCK, device=bench.device, dtype=torch.int32)
     y = torch.empty(count, device=bench.device, dtype=torch.int32)
 
@@ -61,6 +62,8 @@ def strides(bench: Bench) -> None:
     def moved(stride: int, offset: int) -> int:
         """Return the bytes read and written for 64 warps."""
         elements, size = range(64 * WARP), x.element_size()
+        # The accesses that the warps' addresses fall into. Each moves ACCESS bytes, whatever is
+        # used of them.
         accesses = {(offset + i * stride) * size // ACCESS for i in elements}
         return ACCESS * len(accesses) + size * len(elements)
 
@@ -83,10 +86,12 @@ def banks(bench: Bench) -> None:
     programs = 8 * bench.sms  # enough warps that the shared memory itself is the limit
     y = torch.empty(programs, BLOCK, device=bench.device)
     for phases in PHASES:
+        # A column: the words of one column in all rows, at their places after the swizzle.
         reads = bank_conflicts([row * SIDE + swizzle(row % phases, 0) for row in range(WARP)])
         bench.effect(
             "banks",
             "1 phase" if phases == 1 else f"{phases} phases",
+            # Writing a row has no conflicts and takes 1. Reading takes `reads`.
             factor=(1 + reads) / 2,
             call=None if interpreted() else partial(transpose, y, phases),
             error=partial(sum_error, y, (CHECKED_ROUNDS - 1) / 2),
@@ -111,6 +116,7 @@ def error_of(y: Tensor) -> float:
 
     It is divided by their number.
     """
+    # x ← x/2 + 1 halves the distance from its fixed point, 2.
     exact = 2 + (torch.arange(len(y), device=y.device, dtype=torch.float64) - 2) / 2**CHECKED_ROUNDS
     return (y - exact).abs().max().item() / len(y)
 
@@ -132,6 +138,7 @@ def divergence(bench: Bench) -> None:
         )
 
     for name, (width, ways) in BRANCHES.items():
+        # The same expression as in the kernel, for the lanes of one warp.
         branches = [lane // width % ways for lane in range(WARP)]
         call = None if interpreted() else partial(run, width=width, ways=ways)
         bench.effect(
@@ -173,6 +180,7 @@ def levels(bench: Bench) -> None:
     The programs fill all places. An FMA reads a register that it wrote. A round through shared
     memory writes the same number of bytes as it reads.
     """
+    # Every block holds 0 … BLOCK − 1, so the sums are known whichever blocks a program reads.
     x = torch.arange(BLOCK, device=bench.device).float().repeat(8 * bench.config.elements // BLOCK)
     y = torch.empty(8 * bench.sms, BLOCK, device=bench.device)
     spec = bench.spec
@@ -182,6 +190,8 @@ def levels(bench: Bench) -> None:
 
     def factor(peak: float | None) -> float | None:
         """Return the predicted time of a level over that of registers."""
+        # Registers give one operand of 4 bytes per multiply-add, which is two FLOPs: 2 · peak
+        # bytes/s.
         return peak and 2 * spec.peak["fp32"] / peak
 
     bench.effect(
@@ -249,6 +259,7 @@ def element_wise(bench: Bench) -> None:
     latency_ms = bench.time(partial(add, 1024, 1, 1, 1, steps))["time_p50_ms"] / steps
     for block, warps, stages in itertools.product(BLOCKS, WARPS, STAGES):
         blocks = count // block
+        # 64 warps are all places of a multiprocessor.
         programs = min(blocks, sms * (64 // warps if bench.spec else 1))
         call = partial(add, block, warps, stages, programs, blocks)
         known = {}  # metrics that need the GPU's data sheet

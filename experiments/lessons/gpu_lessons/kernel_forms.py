@@ -148,6 +148,7 @@ def prologue(bench: Bench, name: str, f: Callable[[Tensor], Tensor]) -> None:
         return y
 
     def stored() -> Tensor:
+        # f is part of the time: it writes its result, and the matmul reads it.
         return multiplied(f(x), "none")
 
     bench.form(f"{name}-prologue", "stored", stored, exact)

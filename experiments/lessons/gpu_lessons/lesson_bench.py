@@ -60,6 +60,8 @@ class Bench:
         """
 
         def measured() -> dict[str, Any]:
+            # With few rounds, while elements still differ. After many, a kernel that skipped rounds
+            # would be right too.
             call(CHECKED_ROUNDS)
             return checked(error(), EXACT) | self.time(partial(call, self.config.rounds))
 
@@ -90,9 +92,11 @@ class Bench:
         """
 
         def measured() -> dict[str, Any]:
+            # The next call writes into the same tensor.
             result = call().clone()
             error = (result.double() - exact).abs().max() / exact.abs().max()
             metrics = checked(error.item(), ROUNDED[result.dtype])
+            # Atomic additions come in any order, and may round differently.
             repeated = [torch.equal(result, call()) for _ in range(3)]
             metrics["same_bits"] = "yes" if all(repeated) else "no"
             if self.spec:

@@ -108,6 +108,7 @@ def disassembled(cubin: bytes) -> str:
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
+        # The disassembler is another process, which reads the file by its name.
         file.flush()
         command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
