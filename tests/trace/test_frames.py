@@ -45,12 +45,13 @@ def test_the_innermost_frame_of_the_users_code_is_named(tmp_path):
         # 6 of the 10 ms, in two calls, and inside of them the library's and built-in functions
         for start in (11, 15):
             frame(writer, "model.py(30): tokenize", begin + start, begin + start + 3)
-            frame(writer, "re/__init__.py(163): match", begin + start, begin + start + 3)
-            frame(writer, "<built-in function sorted>", begin + start, begin + start + 3)
+            inner = (begin + start + 0.1, begin + start + 2.9)
+            frame(writer, "re/__init__.py(163): match", *inner)
+            frame(writer, "<built-in function sorted>", *inner)
+            # long, but not on the thread that launches
+            frame(writer, "logger.py(3): write", *inner, OTHER)
         # inside of the idle time, but not for long
         frame(writer, "model.py(50): check", begin + 18, begin + 19)
-        # long, but not on the thread that launches
-        frame(writer, "logger.py(3): write", begin + 10, begin + 20, OTHER)
 
     found, explanation = finding(tmp_path, step)
     assert found.frame == "model.py(30): tokenize"
