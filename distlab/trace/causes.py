@@ -69,6 +69,7 @@ class Blame:
         late_rank: rank that arrives late, for a straggler.
         behind: what the late rank does longer than others, for a straggler.
         message: communication that is exposed, or None.
+        idle: interval in which the device waits for the host, or None for other causes.
     """
 
     cause: str
@@ -77,6 +78,7 @@ class Blame:
     late_rank: int | None = None
     behind: str | None = None
     message: Message | None = None
+    idle: Interval | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class Finding:
         count: number of intervals or collectives in an average step.
         detail: what it is mostly about.
         late_rank, behind: as in `Blame`.
+        frame: Python frame in which the host mostly is while the device waits for it, or None.
     """
 
     cause: str
@@ -101,11 +104,17 @@ class Finding:
     detail: str
     late_rank: int | None
     behind: str | None
+    frame: str | None
 
     @property
     def is_large(self) -> bool:
         """True if it is worth acting on."""
         return self.pct >= FINDING_PCT and self.cause != UNKNOWN
+
+    @property
+    def about(self) -> str:
+        """What it is mostly about, with the Python frame if there is one."""
+        return self.detail if self.frame is None else f"{self.frame}, {self.detail}"
 
     @property
     def sentence(self) -> str:
@@ -119,7 +128,10 @@ class Finding:
                 f"{self.late_rank} less of it, or find out why its {self.behind or 'step'} is "
                 "slower."
             )
-        return f"{_SENTENCES[self.cause].format(much=much, where=where, detail=self.detail)}"
+        said = _SENTENCES[self.cause].format(much=much, where=where, detail=self.detail)
+        if self.frame is not None:
+            said += f" Meanwhile Python is mostly in {self.frame}."
+        return said
 
 
 _SENTENCES = {
@@ -204,6 +216,7 @@ def findings(ranks: Sequence[RankSteps]) -> tuple[list[Finding], list[Blame]]:
             totals[blame.cause, blame.late_rank][rank.rank].append(blame)
     means = {rank.rank: rank.mean.step_ms for rank in ranks}
     steps = {rank.rank: len(rank.steps) for rank in ranks}
+    frames = {rank.rank: rank.trace.frames for rank in ranks}
     listed = []
     cost_ms: dict[tuple[str, int], float] = {}  # cause, rank → ms of its average step
     for (cause, late_rank), by_rank in totals.items():
@@ -217,6 +230,10 @@ def findings(ranks: Sequence[RankSteps]) -> tuple[list[Finding], list[Blame]]:
         for blame in by_rank[rank]:
             details[blame.detail] += blame.ms
             reasons[blame.behind] += blame.ms
+        idle = [blame.idle for blame in by_rank[rank] if blame.idle is not None]
+        frame = None
+        if frames[rank] is not None:
+            frame = frames[rank].mostly_in(idle)
         finding = Finding(
             cause=cause,
             ms=sums[rank],
@@ -226,6 +243,7 @@ def findings(ranks: Sequence[RankSteps]) -> tuple[list[Finding], list[Blame]]:
             detail=details.most_common(1)[0][0],
             late_rank=late_rank,
             behind=reasons.most_common(1)[0][0],
+            frame=frame,
         )
         listed.append(finding)
     return sorted(listed, key=lambda finding: _place(finding, cost_ms)), exposed
@@ -456,7 +474,9 @@ def why_idle(step: RankStep, host: Host, small_bytes: float) -> list[Blame]:
             lost_ms -= owed_ms
             ms -= owed_ms
         if ms > 0:
-            found.append(Blame(cause, ms, about))
+            # What the wait has cost is the first part of the interval.
+            late = (end - ms, end) if cause in (LATE, usual_cause) else None
+            found.append(Blame(cause, ms, about, idle=late))
     return found
 
 

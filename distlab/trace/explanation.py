@@ -257,7 +257,7 @@ class Explanation:
         causes = []
         for finding in self.findings[:SHOWN_CAUSES]:
             row = [finding.cause, f"{finding.ms:.2f}", f"{finding.pct:.1f}", str(finding.rank)]
-            causes.append([*row, f"{finding.count:.3g}", finding.detail[:44]])
+            causes.append([*row, f"{finding.count:.3g}", finding.about[:44]])
         cause_titles = ["cause", "ms per step", "% of step", "rank", "times", "mostly"]
         first = textwrap.fill(self.first, WIDTH)
         summary = textwrap.fill(self.summary, WIDTH)

@@ -37,7 +37,7 @@ def records_of(explanation: Explanation) -> list[Record]:
         add(ACCOUNT, f"rank {rank.rank}", metrics)
     for finding in explanation.findings:
         metrics = {"ms": finding.ms, "pct": finding.pct, "of_rank": finding.rank}
-        add(CAUSES, finding.cause, metrics | {"count": finding.count, "mostly": finding.detail})
+        add(CAUSES, finding.cause, metrics | {"count": finding.count, "mostly": finding.about})
     for row in explanation.collectives():
         metrics = {"exposed_ms": row["exposed_ms"], "of_rank": row["rank"], "cause": row["cause"]}
         add(COLLECTIVES, f"{row['collective']}, number {row['number']}", metrics)

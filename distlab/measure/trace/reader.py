@@ -44,6 +44,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distlab.files import AnyPath
+from distlab.measure.trace.frames import FrameColumns, Frames
 from distlab.measure.trace.names import (
     CPU_BACKENDS,
     ITEM_BYTES,
@@ -152,6 +153,8 @@ class Trace:
         on_gpu: True if the trace has kernels of a GPU.
         rank: rank that the file names, or None.
         device_name: name of the GPU, or None.
+        frames: Python frames of the threads that launch work (without a GPU: that compute). None if
+            the trace has none.
     """
 
     path: str
@@ -160,6 +163,7 @@ class Trace:
     on_gpu: bool
     rank: int | None
     device_name: str | None
+    frames: Frames | None
 
 
 def load_trace(path: AnyPath) -> list[Event]:
@@ -208,7 +212,15 @@ def read_trace(
             f"{path} holds an event that torch.profiler does not write: {error!r}"
         ) from None
     events, host = columns.events()
-    return Trace(str(path), events, host, columns.on_gpu, rank, device_name)
+    return Trace(
+        path=str(path),
+        events=events,
+        host=host,
+        on_gpu=columns.on_gpu,
+        rank=rank,
+        device_name=device_name,
+        frames=columns.frames(),
+    )
 
 
 class _Meaning(NamedTuple):
@@ -259,6 +271,7 @@ class _Columns:
         self._correlation = array("q")
         self._external = array("q")
         self._grid = array("l")
+        self._frames = FrameColumns()
 
     def add(self, entry: Entry) -> None:
         """Add one complete event, unless nothing is asked of it."""
@@ -270,6 +283,9 @@ class _Columns:
             meaning = self._meaning_of[category, name]
         except KeyError:
             meaning = self._meaning_of[category, name] = self._classify(category, name)
+        if category == "python_function":
+            thread = self._lanes.setdefault(entry.get("tid"), len(self._lanes))
+            self._frames.add(name, thread, entry["ts"], entry["dur"])
         if meaning is None:
             return
         arguments = entry.get("args") or {}
@@ -420,6 +436,24 @@ class _Columns:
                 )
                 events.append(event)
         return events, host
+
+    def frames(self) -> Frames | None:
+        """Return the frames of the threads that launch work, or None without frames or work."""
+        if not self._frames or not self._meaning:
+            return None
+        meaning = np.frombuffer(self._meaning, "l")
+        lane = np.frombuffer(self._lane, "l")
+        if self.on_gpu:
+            # Other threads also call the runtime, for example to pin memory.
+            correlation = np.frombuffer(self._correlation, "q")
+            is_on_gpu = np.array([each.on_gpu for each in self._meanings], bool)[meaning]
+            is_launch = np.array([each.is_launch for each in self._meanings], bool)[meaning]
+            launching = is_launch & np.isin(correlation, correlation[is_on_gpu])
+            threads = set(lane[launching].tolist())
+        else:
+            is_compute = np.array([each.kind == "compute" for each in self._meanings], bool)
+            threads = set(lane[is_compute[meaning]].tolist()) - self._gloo_lanes
+        return self._frames.frames(threads, self._origin_us)
 
     def _launches(self, start_ms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return for each row when the host launched it, and the number of its operator's name.
