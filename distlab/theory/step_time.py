@@ -29,6 +29,8 @@ from distlab.theory.collective_time import further_hops, link_share
 from distlab.theory.forms import Form
 from distlab.theory.model_shape import divisors
 
+DEVICES_PER_NODE = 8  # devices of a node where no other number is known
+
 
 @dataclass(frozen=True)
 class Network:
@@ -49,7 +51,7 @@ class Network:
 
     inside_bytes_per_s: float
     between_bytes_per_s: float
-    devices_per_node: int = 8
+    devices_per_node: int = DEVICES_PER_NODE
     latency_s: float = 0.0
     hop_s: float = 0.0
     between_hop_s: float | None = None
