@@ -74,12 +74,48 @@ def layout_volume(
     )
     if of_strategy is None:
         return None
-    context_of_rank = context // sharing
+    of_tensor, of_context = micro_batch_volumes(
+        shape,
+        batch=batch,
+        context=context,
+        sharing=sharing,
+        how=how,
+        precision=precision,
+        keeps=keeps,
+    )
+    of_pipeline = pipeline_volume(
+        shape,
+        batch=batch,
+        context=context // sharing,
+        micro_batches=micro_batches,
+        itemsize=precision.residual,
+    )
+    return of_strategy + (of_tensor + of_context) * micro_batches + of_pipeline
+
+
+def micro_batch_volumes(
+    shape: ModelShape,
+    *,
+    batch: int,
+    context: int,
+    sharing: int = 1,
+    how: str = "gathered",
+    precision: Precision = PRECISIONS["fp32"],
+    keeps: int | tuple[str, ...] = 0,
+) -> tuple[CommunicationVolume, CommunicationVolume]:
+    """Return the volumes of tensor and of context parallelism in one micro-batch.
+
+    Args:
+        shape, batch, context, sharing, how, precision, keeps: arguments of `layout_volume`.
+
+    Raises:
+        ValueError: a size below one.
+    """
     blocks, groups = _recomputed(keeps, shape.num_layers)
     of_tensor = tensor_volume(
         shape,
         batch=batch,
-        context=context_of_rank,
+        context=context // sharing,
         itemsize=precision.compute,
         embedding_itemsize=precision.residual,
         again=4 * blocks - groups,
@@ -93,14 +129,7 @@ def layout_volume(
         itemsize=precision.compute,
         again=blocks,
     )
-    of_pipeline = pipeline_volume(
-        shape,
-        batch=batch,
-        context=context_of_rank,
-        micro_batches=micro_batches,
-        itemsize=precision.residual,
-    )
-    return of_strategy + (of_tensor + of_context) * micro_batches + of_pipeline
+    return of_tensor, of_context
 
 
 def _recomputed(keeps: int | tuple[str, ...], num_layers: int) -> tuple[int, int]:
