@@ -29,7 +29,7 @@ from distlab.hardware import NETWORK_LINKS, ClusterSpec, GPUSpec, by_alias, clus
 from distlab.model import PRESETS, ModelConfig, model_of, preset
 from distlab.model.config import Checkpointing, ModelChanges
 from distlab.options import declared_options, option
-from distlab.parallel import Layout, get_strategy
+from distlab.parallel import Layout, Strategy, get_strategy
 from distlab.parallel.buckets import plan_buckets
 from distlab.parallel.fsdp.layout import RowLayout, plan_buffers
 from distlab.parallel.layout import DATA_PARALLEL
@@ -37,7 +37,7 @@ from distlab.parallel.schedules import SCHEDULES, Action, Schedule, simulate
 from distlab.precision import DTYPES
 from distlab.simulate.calibrate import HOP_S, LAUNCH_S
 from distlab.simulate.timeline import DeviceModel, Machine
-from distlab.theory.axes import context_volume, pipeline_volume, tensor_volume
+from distlab.theory.axes import micro_batch_volumes, pipeline_volume
 from distlab.theory.memory.activations import FP32, Precision, precision_of
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.muon import BF16
@@ -50,6 +50,7 @@ from distlab.theory.step_time import (
     sharding_group,
     step_time,
 )
+from distlab.theory.volume import step_volume
 from distlab.train.memory_budget import rank_parts, stages_of
 
 CACHED = 4096  # entries of the caches below; a plan asks the same of many choices
@@ -165,7 +166,16 @@ def estimate_step(
         time = step_time(
             strategy,
             compute,
-            messages(part.shape, dtype, bucket_size_mb, shards, reduced_bytes),
+            messages(
+                strategy,
+                part.shape,
+                averaging,
+                dtype,
+                bucket_size_mb,
+                shards,
+                reduced_bytes,
+                micro_batches,
+            ),
             network,
             averaging,
             contention=machine.contention,
@@ -252,7 +262,11 @@ class Stage(NamedTuple):
 
 
 def stage_time(
-    work: Workload, levels: Sequence[str], machine: Machine, layout: Layout, dtype: str
+    work: Workload,
+    keeps: int | tuple[str, ...],
+    machine: Machine,
+    layout: Layout,
+    dtype: str,
 ) -> Stage:
     """Return the time of a stage's part of a model.
 
@@ -260,13 +274,16 @@ def stage_time(
 
     Args:
         work: workload of its shape.
-        levels: for each of its blocks, what it keeps.
+        keeps: for each of its blocks, what it keeps, or the number of blocks that are recomputed
+            together.
         machine: devices and their network.
         layout: sizes of the groups of ranks that share a model.
         dtype: `bf16` or `fp32`.
     """
     shape = work.shape
     device = machine.device
+    # A number says how many blocks are recomputed together, which includes every block.
+    levels = keeps if isinstance(keeps, tuple) else ("block",) * shape.num_layers
     # Operators outside of the blocks run once. Those of equal blocks are counted together.
     parts = [(work.outside(), 1)]
     for keep, blocks in Counter(levels).items():
@@ -289,14 +306,15 @@ def stage_time(
         optimizer=seconds["optimizer"],
         pack=2 * FP32 * copied / device.bytes_per_s,  # read and written
     )
-    inside, calls = _inside_blocks(work, layout, machine)
-    # Half of these messages are the forward's. A recomputed block repeats them in backward.
-    recomputes = any(level != "none" for level in levels)
+    nothing_recomputed, _ = _inside_blocks(work, 0, layout, machine)
+    inside, calls = _inside_blocks(work, keeps, layout, machine)
+    # Half of the messages without recomputation are the forward's. All others are in backward.
+    sent = nothing_recomputed / 2
     return Stage(
         compute=compute,
         operators=count,
-        sent=inside / 2,
-        returned=inside / 2 * (2 if recomputes else 1),
+        sent=sent,
+        returned=inside - sent,
         calls=calls,
     )
 
@@ -336,10 +354,7 @@ def _stages(
             sharing=layout.context,
             optimizer=optimizer,
         )
-        # A number says how many blocks are recomputed together, which includes every block.
-        every_block = ("block",) * part.shape.num_layers
-        levels = part.keeps if isinstance(part.keeps, tuple) else every_block
-        stages.append(stage_time(work, levels, machine, layout, dtype))
+        stages.append(stage_time(work, part.keeps, machine, layout, dtype))
     return tuple(stages), precision.residual * work.residual
 
 
@@ -399,22 +414,25 @@ def _schedule(name: str, ranks: int, micro_batches: int) -> Schedule:
     return SCHEDULES[name](ranks, micro_batches)
 
 
-def _inside_blocks(work: Workload, layout: Layout, machine: Machine) -> tuple[float, int]:
+def _inside_blocks(
+    work: Workload, keeps: int | tuple[str, ...], layout: Layout, machine: Machine
+) -> tuple[float, int]:
     """Return seconds and number of messages between ranks that share matrices or sequences.
 
-    They are those of forward and backward of a micro-batch, without recomputation. The computation
-    waits for each, and copies it once.
+    They are those of forward and backward of a micro-batch. The computation waits for each, and
+    copies it once.
+
+    Args:
+        keeps: recomputation, as in `stage_time`. 0 for none.
     """
-    tensor = tensor_volume(
-        work.shape, batch=work.batch, context=work.context, itemsize=work.precision.compute
-    )
-    sequences = context_volume(
+    tensor, sequences = micro_batch_volumes(
         work.shape,
         batch=work.batch,
         context=work.context * layout.context,
-        ranks=layout.context,
-        itemsize=work.precision.compute,
+        sharing=layout.context,
         how=layout.attention,
+        precision=work.precision,
+        keeps=keeps,
     )
     network = machine.network
     seconds = network.seconds(tensor.bytes, layout.tensor, tensor.collectives, "all_gather")
@@ -433,11 +451,14 @@ def host_time(operators: int, calls: int) -> float:
 
 @lru_cache(maxsize=CACHED)
 def messages(
+    strategy: Strategy,
     shape: ModelShape,
+    ranks: int,
     dtype: str,
     bucket_size_mb: float | None,
     shards: int = 1,
     reduced_bytes: int = FP32,
+    micro_batches: int = 1,
 ) -> Messages:
     """Return the messages of a step: gradients, and parameters as FSDP gathers them.
 
@@ -445,12 +466,15 @@ def messages(
     parameters in the dtype of the computation.
 
     Args:
+        strategy: entry of the strategy.
         shape: shape of a rank's part of the model.
+        ranks: number of ranks over which the strategy averages.
         dtype: `bf16` or `fp32`.
         bucket_size_mb: MiB per bucket, for strategies with buckets.
         shards: number of ranks among which FSDP shards a parameter. Above one, messages are padded
             to whole rows.
         reduced_bytes: bytes per element of the gradients that are sent.
+        micro_batches: number of micro-batches accumulated in a step.
     """
     numels = shape.parameter_numels()
     buckets = plan_buckets(numels, [torch.float32] * len(numels), bucket_size_mb)
@@ -463,10 +487,23 @@ def messages(
         total = shape.norms * shape.d_model  # norms are not sharded, so they have no padding
         total += shape.num_layers * sum(of_block) + shape.vocabularies * sum(of_embedding)
     compute_dtype = DTYPES[dtype]
+    # The calls of torch's FSDP have no closed form. They count as those of ours, as its time does.
+    counted = replace(strategy, is_peer=False) if strategy.sends == "units" else strategy
+    volume = step_volume(
+        counted,
+        numels,
+        [FP32] * len(numels),
+        bucket_size_mb=bucket_size_mb,
+        world_size=ranks,
+        shard_size=shards,
+        units=shape.parameter_units(),
+        shapes=shape.parameter_shapes(),
+        micro_batches=micro_batches,
+    )
     return Messages(
         gradient_bytes=reduced_bytes * total,
         parameter_bytes=total * (FP32 if compute_dtype is None else compute_dtype.itemsize),
-        parameters=len(numels) + 1,
+        calls=volume.collectives,
         buckets=len(buckets),
         units=shape.num_layers * buffers_of_block + shape.vocabularies,
     )

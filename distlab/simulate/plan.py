@@ -11,7 +11,13 @@ from distlab.parallel import STRATEGIES
 from distlab.simulate.estimate import estimate_step, machine_of
 from distlab.theory.memory.peak import StepMemory
 from distlab.theory.step_time import StepTime, has_closed_form
-from distlab.train.memory_budget import GIB, PlannedStep, memory_of_a_rank, settled
+from distlab.train.memory_budget import (
+    GIB,
+    PlannedStep,
+    memory_of_a_rank,
+    settled,
+    with_shard_size,
+)
 
 
 @dataclass(frozen=True)
@@ -19,7 +25,7 @@ class Plan:
     """Prediction of a step.
 
     Args:
-        step: step with `checkpointing` resolved.
+        step: step with `checkpointing` and `shard_size` resolved.
         memory: memory of a rank.
         free_bytes: bytes that a rank may allocate now. None if they are not known.
         time: time of the step. None if the device's speed is not known, or if there is no closed
@@ -56,8 +62,9 @@ def plan_steps(
     gpu = lookup(torch.cuda.get_device_name(context.device)) if on_gpu else None
     plans = []
     for planned in steps:
+        step = with_shard_size(planned, context)
         # `auto` becomes the least recomputation that fits.
-        step = replace(planned, checkpointing=settled(planned, context))
+        step = replace(step, checkpointing=settled(step, context))
         memory = step.memory(context.world_size, on_gpu=on_gpu)
         time = step_time(step, gpu, context.world_size, micro_batches)
         plans.append(Plan(step, memory, free, time))

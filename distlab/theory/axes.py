@@ -74,14 +74,52 @@ def layout_volume(
     )
     if of_strategy is None:
         return None
-    context_of_rank = context // sharing
+    of_tensor, of_context = micro_batch_volumes(
+        shape,
+        batch=batch,
+        context=context,
+        sharing=sharing,
+        how=how,
+        precision=precision,
+        keeps=keeps,
+    )
+    of_pipeline = pipeline_volume(
+        shape,
+        batch=batch,
+        context=context // sharing,
+        micro_batches=micro_batches,
+        itemsize=precision.residual,
+    )
+    # The data strategy sends once per step, the other axes once per micro-batch. `pipeline_volume`
+    # has counted the micro-batches already.
+    return of_strategy + (of_tensor + of_context) * micro_batches + of_pipeline
+
+
+def micro_batch_volumes(
+    shape: ModelShape,
+    *,
+    batch: int,
+    context: int,
+    sharing: int = 1,
+    how: str = "gathered",
+    precision: Precision = PRECISIONS["fp32"],
+    keeps: int | tuple[str, ...] = 0,
+) -> tuple[CommunicationVolume, CommunicationVolume]:
+    """Return the volumes of tensor and of context parallelism in one micro-batch.
+
+    Args:
+        shape, batch, context, sharing, how, precision, keeps: arguments of `layout_volume`.
+
+    Raises:
+        ValueError: a size below one.
+    """
     blocks, groups = _recomputed(keeps, shape.num_layers)
     # Blocks have four transfers in the forward. A recomputed one repeats them, except the last
     # reduce-scatter of its group.
     of_tensor = tensor_volume(
         shape,
         batch=batch,
-        context=context_of_rank,
+        context=context // sharing,
         itemsize=precision.compute,
         embedding_itemsize=precision.residual,
         again=4 * blocks - groups,
@@ -95,16 +133,7 @@ def layout_volume(
         itemsize=precision.compute,
         again=blocks,
     )
-    of_pipeline = pipeline_volume(
-        shape,
-        batch=batch,
-        context=context_of_rank,
-        micro_batches=micro_batches,
-        itemsize=precision.residual,
-    )
-    # The data strategy sends once per step, the other axes once per micro-batch. `pipeline_volume`
-    # has counted the micro-batches already.
-    return of_strategy + (of_tensor + of_context) * micro_batches + of_pipeline
+    return of_tensor, of_context
 
 
 def _recomputed(keeps: int | tuple[str, ...], num_layers: int) -> tuple[int, int]:

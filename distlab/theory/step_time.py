@@ -29,6 +29,8 @@ from distlab.theory.collective_time import further_hops, link_share
 from distlab.theory.forms import Form
 from distlab.theory.model_shape import divisors
 
+DEVICES_PER_NODE = 8  # devices of a node where no other number is known
+
 
 @dataclass(frozen=True)
 class Network:
@@ -49,7 +51,7 @@ class Network:
 
     inside_bytes_per_s: float
     between_bytes_per_s: float
-    devices_per_node: int = 8
+    devices_per_node: int = DEVICES_PER_NODE
     latency_s: float = 0.0
     hop_s: float = 0.0
     between_hop_s: float | None = None
@@ -145,14 +147,14 @@ class Messages:
     Args:
         gradient_bytes: bytes of all gradients, before they are divided among ranks.
         parameter_bytes: bytes of all gathered parameters, before they are divided among ranks.
-        parameters: number of parameter tensors.
+        calls: number of collectives of the strategy, as `distlab.theory.volume` counts them.
         buckets: number of buckets.
         units: number of FSDP's units.
     """
 
     gradient_bytes: float
     parameter_bytes: float
-    parameters: int
+    calls: int
     buckets: int
     units: int
 
@@ -166,8 +168,7 @@ class StepTime:
         optimizer: seconds of the optimizer, sharded if the strategy shards it.
         overhead: seconds that communication adds to compute and optimizer.
         communication: seconds of all communication, covered or not, undisturbed.
-        calls: number of collectives, without the small one of ZeRO-1's flags or of FSDP's
-            replicated parameters. `distlab.theory.volume` counts it, and a test compares both.
+        calls: number of collectives.
         host: seconds that the host takes to start all operators and collectives.
     """
 
@@ -282,7 +283,7 @@ def _time_of_units(
             micro_batches * in_forward + (micro_batches - 1) * in_backward + in_last_backward
         ),
         communication=2 * micro_batches * gather_s + scatter_s,
-        calls=units * (2 * micro_batches + (2 if is_hybrid else 1)),
+        calls=messages.calls,
     )
 
 
@@ -309,7 +310,7 @@ def _time_of_slices(
         optimizer=compute.optimizer / ranks,
         overhead=in_forward + in_backward,
         communication=2 * half_s,
-        calls=2 * messages.buckets,
+        calls=messages.calls,
     )
 
 
@@ -323,12 +324,8 @@ def _time_of_all_reduces(
     micro_batches: int,
 ) -> StepTime:
     """Return the time of a step that all-reduces gradients: after backward or under it."""
-    if strategy.sends == "gradients":
-        count = messages.parameters
-    elif strategy.sends == "all":
-        count = 1
-    else:
-        count = messages.buckets
+    # All collectives are all-reduces, unless owners also broadcast their parameters.
+    count = messages.buckets if strategy.updates == "owned" else messages.calls
     communication_s = network.seconds(messages.gradient_bytes, ranks, count)
     if strategy.after_backward:
         overhead_s = communication_s
@@ -337,23 +334,20 @@ def _time_of_all_reduces(
         backward_s = compute.backward / micro_batches
         overhead_s = _overhead(backward_s, communication_s, last_message_s, contention)
     optimizer_s = compute.optimizer
-    calls = count
     if strategy.updates == "owned":
         # Each rank updates its own parameters and broadcasts them. The broadcasts of different
         # owners load the links of a ring evenly, as an all-gather does.
-        broadcast_s = network.seconds(
-            messages.gradient_bytes, ranks, messages.buckets, "all_gather"
-        )
+        broadcasts = messages.calls - count
+        broadcast_s = network.seconds(messages.gradient_bytes, ranks, broadcasts, "all_gather")
         optimizer_s = optimizer_s / ranks
         overhead_s += broadcast_s
         communication_s += broadcast_s
-        calls = 2 * count
     return StepTime(
         compute=_busy_seconds(strategy, compute),
         optimizer=optimizer_s,
         overhead=overhead_s,
         communication=communication_s,
-        calls=calls,
+        calls=messages.calls,
     )
 
 

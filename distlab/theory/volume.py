@@ -21,6 +21,7 @@ from typing import Any
 
 from distlab.theory.checks import at_least_one
 from distlab.theory.forms import Form
+from distlab.theory.step_time import DEVICES_PER_NODE, sharding_group
 
 MIB = 2**20
 FLAG_BYTES = 4  # a flag outside the buckets is one fp32 number
@@ -80,7 +81,8 @@ def step_volume(
         itemsizes: bytes per element of each gradient.
         bucket_size_mb: MiB, None for unbounded. Ignored by strategies without buckets.
         world_size: number of ranks, for strategies that pad or divide.
-        shard_size: number of ranks in a shard group, for strategies with a mesh. None: all.
+        shard_size: number of ranks in a shard group, for strategies with a mesh. None: those of a
+            host of 8.
         dtypes: labels that tell the gradients' dtypes apart. None: their sizes do.
         units, shapes, compute_itemsize, micro_batches: arguments of `fsdp`, which has no closed
             form without units.
@@ -89,8 +91,9 @@ def step_volume(
         ValueError: as in `each_gradient`. Also a `shard_size` that does not divide the ranks.
     """
     ranks_of_group = world_size
-    if strategy.takes_mesh and shard_size:
-        ranks_of_group = shard_size
+    if strategy.takes_mesh:
+        host = sharding_group(strategy, world_size, DEVICES_PER_NODE)
+        ranks_of_group = shard_size or host
     replicas = world_size // ranks_of_group
     if replicas * ranks_of_group != world_size:
         raise ValueError(f"shard_size={ranks_of_group} does not divide the {world_size} ranks")

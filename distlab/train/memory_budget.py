@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from distlab.comm import RankContext, collectives
+from distlab.comm.subgroups import hybrid_mesh
 from distlab.measure.memory import free_bytes
 from distlab.model.config import (
     KEPT,
@@ -32,6 +33,7 @@ from distlab.parallel.schedules import CHUNKS, SCHEDULES, held
 from distlab.theory.memory.activations import Sharing, precision_of
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES, StepMemory, step_memory
 from distlab.theory.model_shape import ModelShape
+from distlab.theory.step_time import DEVICES_PER_NODE, sharding_group
 from distlab.train.config import TrainConfig
 
 GIB = 2**30
@@ -59,8 +61,8 @@ class PlannedStep:
         compiled: True if the model or its blocks are compiled.
         mode: `step`, or a part of one: `forward_backward`, `forward`, `inference`.
         batch_option: value of `--batch` that means one sequence at once on each rank.
-        shard_size: number of ranks in a shard group, for strategies on a mesh. None: not known, at
-            most all.
+        shard_size: number of ranks in a shard group, for strategies on a mesh. None: those of a
+            host of 8, see `with_shard_size`.
         layout: sizes of the groups of ranks that share a model.
         optimizer: `adamw` or `muon`.
     """
@@ -97,8 +99,9 @@ class PlannedStep:
         # with each other.
         ranks_per_replica = layout.tensor * layout.pipeline
         shard_ranks = max(1, world_size // ranks_per_replica)
-        if strategy.takes_mesh and self.shard_size:
-            shard_ranks = self.shard_size
+        if strategy.takes_mesh:
+            host = sharding_group(strategy, shard_ranks, DEVICES_PER_NODE)
+            shard_ranks = self.shard_size or host
         # Ranks that share the vocabulary have all logits of their words at once.
         in_chunks = self.model.loss_in_head and layout.tensor == 1
         return step_memory(
@@ -275,6 +278,22 @@ def require(
         raise MemoryError(shortages[0])
 
 
+def with_shard_size(plan: PlannedStep, context: RankContext | None) -> PlannedStep:
+    """Return the plan with the size of its shard groups on these ranks.
+
+    Collective for a strategy on a mesh, if there is a context. Without one, the plan stays as it
+    is.
+
+    Raises:
+        ValueError: hosts with different numbers of ranks, as when the strategy is built.
+    """
+    is_known = plan.shard_size is not None or not STRATEGIES[plan.strategy].takes_mesh
+    if context is None or is_known:
+        return plan
+    # The same mesh as the run's, which also has the run's groups.
+    return replace(plan, shard_size=hybrid_mesh(context.group).size(1))
+
+
 def shortage(
     plan: PlannedStep, device: torch.device | str, context: RankContext | None = None
 ) -> str | None:
@@ -288,6 +307,7 @@ def shortage(
     allowed = memory_of_a_rank(device, context)
     if allowed is None:
         return None
+    plan = with_shard_size(plan, context)
 
     def fits(changed: PlannedStep, ranks: int = ranks) -> bool:
         return changed.least_bytes(ranks, on_gpu=on_gpu) <= allowed
@@ -331,6 +351,7 @@ def settled(plan: PlannedStep, context: RankContext) -> str:
     """
     if plan.checkpointing != "auto":
         return plan.checkpointing
+    plan = with_shard_size(plan, context)
     free = memory_of_a_rank(context.device, context)
     allowed = None if free is None else int(ROOM * free)
     on_gpu = context.device.type == "cuda"

@@ -22,6 +22,7 @@ from distlab.check import check
 from distlab.cli_errors import how_to_continue
 from distlab.comm import RankContext, collectives
 from distlab.comm.rank_process import on_main
+from distlab.comm.subgroups import hybrid_mesh
 from distlab.experiment import Metrics, Record, Run
 from distlab.measure import CollectiveRecorder, account, explain, lanes, load_trace
 from distlab.measure.trace.account import nearest_step, phase_starts
@@ -223,6 +224,9 @@ def sent(
     # the part of rank 0, which is the one that is recorded
     # Stages of a pipeline and shards of a head send different amounts.
     part = rank_parts(model, layout, config.checkpointing, variant.micro_batches)[0]
+    shard_size = variant.shard_size
+    if variant.strategy.takes_mesh:
+        shard_size = hybrid_mesh(context.group, shard_size).size(1)
     # Bytes must agree exactly. The closed form knows nothing of the implementation.
     expected = layout_volume(
         variant.strategy,
@@ -236,7 +240,7 @@ def sent(
         how=layout.attention,
         precision=precision_of(config.dtype, casts_parameters=variant.strategy.casts_parameters),
         bucket_size_mb=variant.bucket_size_mb,
-        shard_size=variant.shard_size,
+        shard_size=shard_size,
         micro_batches=variant.micro_batches,
         pipeline=layout.pipeline,
         keeps=part.keeps,

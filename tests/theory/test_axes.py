@@ -227,6 +227,38 @@ def test_a_step_takes_what_the_closed_form_says(layout):
     assert 1e3 * found.device == pytest.approx(replay(step, machine).step_ms, rel=0.08)
 
 
+@pytest.mark.parametrize(
+    "layout, keeps",
+    [
+        ("tp2", "block"),
+        ("tp4", "block:1,none:1"),
+        ("tp2", "every-2"),
+        ("cp2", "block"),
+        ("cp4-ulysses", "attention:1,none:1"),
+        ("cp4-ring", "block:1,none:1"),
+        ("tp2,cp2", "block"),
+    ],
+)
+def test_a_step_takes_what_is_said_of_recomputed_blocks(layout, keeps):
+    """Recomputation sends less than a second forward: only of its blocks, and not all of these."""
+    machine, shared = machine_on(cluster("dgx-h200:2x8")), Layout.parse(layout)
+    sizes = {"batch": 1, "world_size": 16, "layout": shared}
+    step = simulate_training(WIDE, "local", checkpointing=keeps, **sizes)
+    found = estimate_step(
+        WIDE,
+        "local",
+        machine,
+        batch=shared.ranks,
+        ranks=16,
+        layout=shared,
+        checkpointing=keeps,
+    )
+    assert found.calls == len(step.calls)
+    line = replay(step, machine)
+    assert 1e3 * found.communication == pytest.approx(line.comm_ms, rel=0.12)
+    assert 1e3 * found.device == pytest.approx(line.step_ms, rel=0.08)
+
+
 EVEN = replace(WIDE, num_layers=16, vocab_size=64)  # stages that take equally long
 
 

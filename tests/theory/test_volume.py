@@ -118,6 +118,13 @@ def test_hybrid_sharding_and_two_levels_worked_by_hand():
     assert closed_form.fsdp(*sizes, replicas=2, **options) == CommunicationVolume(
         5, inside.bytes + 512 // 4
     )
+    by_default, by_host, by_all = (
+        closed_form.step_volume(
+            STRATEGIES["hsdp"], [1024], [4], units=["a"], world_size=16, shard_size=size
+        )
+        for size in (None, 8, 16)
+    )
+    assert by_default == by_host != by_all
     with pytest.raises(ValueError, match="shard_size=3 does not divide the 8 ranks"):
         closed_form.step_volume(STRATEGIES["hsdp"], [8], [4], world_size=8, shard_size=3)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from distlab.measure.memory import parameters_of, tensor_bytes
 from distlab.model.config import KEPT, preset
 from distlab.parallel import STRATEGIES
 from distlab.testing import run_ranks
@@ -13,6 +14,7 @@ from distlab.theory.memory import peak
 from distlab.theory.memory.peak import step_memory
 from distlab.theory.model_shape import ModelShape
 from distlab.train import memory_budget
+from distlab.train.build import build_training
 from distlab.train.config import TrainConfig
 from distlab.train.memory_budget import (
     GIB,
@@ -146,6 +148,39 @@ def test_hybrid_sharding_needs_what_full_sharding_needs_on_the_ranks_of_a_group(
         == full.least_bytes(2, on_gpu=False)
         > full.least_bytes(8, on_gpu=False)
     )
+
+
+@pytest.mark.parametrize("strategy, sharded", [("hsdp", "fsdp"), ("torch-hsdp", "fsdp2")])
+def test_hybrid_sharding_divides_among_a_host_unless_said_otherwise(strategy, sharded):
+    hybrid = training_step(TrainConfig(strategy=strategy), 32)
+    full = replace(hybrid, strategy=sharded)
+    needed = hybrid.least_bytes(32, on_gpu=False)
+    assert needed == full.least_bytes(8, on_gpu=False) > full.least_bytes(32, on_gpu=False)
+    # Ranks that are fewer than those of a host.
+    assert hybrid.least_bytes(4, on_gpu=False) == full.least_bytes(4, on_gpu=False)
+
+
+def planned_on_hosts(context, names):
+    from distlab.comm import subgroups
+    from distlab.simulate.plan import plan_steps
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subgroups.socket, "gethostname", lambda: names[context.rank])
+        (plan,) = plan_steps([PlannedStep(TINY, 4, "hsdp")], context)
+        _, model, optimizer = build_training(
+            TINY, STRATEGIES["hsdp"], context.group, torch.optim.AdamW, device="cpu"
+        )
+        held = tensor_bytes(parameters_of(model, optimizer))
+        model.close(restore=False)
+    return plan.step.shard_size, plan.memory.after_init.parameters, held
+
+
+def test_hybrid_sharding_is_planned_with_the_hosts_of_the_ranks():
+    """Two hosts of two ranks: as much is held as is planned."""
+    for size, planned, held in run_ranks(planned_on_hosts, 4, ["a", "a", "b", "b"]):
+        assert size == 2
+        assert planned == pytest.approx(held, rel=0.01)
+        assert planned > PlannedStep(TINY, 4, "hsdp").memory(4).after_init.parameters
 
 
 def test_one_that_fits_is_enough_where_rows_may_fail(free):
