@@ -77,9 +77,9 @@ MOST_SHOWN = 12  # values of an option in the help of a preset
 class TimingOptions(Options):
     """Numbers of timed steps: `rounds` × `steps`, each round after `warmup` untimed ones."""
 
-    warmup: int = option(2, "untimed steps per round", least=1)
-    steps: int = option(6, "timed steps per round", least=1)
-    rounds: int = option(2, "interleaved rounds", least=1)
+    warmup: int = option(2, "untimed steps per round", minimum=1)
+    steps: int = option(6, "timed steps per round", minimum=1)
+    rounds: int = option(2, "interleaved rounds", minimum=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,12 +117,18 @@ class DeviceOptions(Options):
 class RankOptions(Options):
     """Options of an experiment that runs on several ranks."""
 
-    nproc: int | None = option(None, "number of ranks to start [all GPUs, or 2 on a CPU]", least=1)
+    nproc: int | None = option(
+        None, "number of ranks to start [all GPUs, or 2 on a CPU]", minimum=1
+    )
     backend: str | None = option(
         None, "communication backend [nccl if there are GPUs]", choices=("nccl", "gloo")
     )
-    timeout: float = option(60.0, "seconds a collective may take", above=0, most=LONGEST_TIMEOUT_S)
-    max_restarts: int = option(0, "number of times to restart the ranks after one failed", least=0)
+    timeout: float = option(
+        60.0, "seconds a collective may take", above=0, maximum=LONGEST_TIMEOUT_S
+    )
+    max_restarts: int = option(
+        0, "number of times to restart the ranks after one failed", minimum=0
+    )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     @dataclass(frozen=True)
     class LatencyConfig(Options):
-        batch: int = option(4, "sequences per rank", least=1)
+        batch: int = option(4, "sequences per rank", minimum=1)
         dtype: str = option("fp32", "dtype of the computation", choices=("fp32", "bf16"))
         sizes_mb: tuple[float | None, ...] = option(
             (1.0, None), "MiB per bucket", above=0, words={"none": None}
@@ -30,17 +30,17 @@ from typing import Any
 Values = Mapping[str, Any]  # field, word or limit → value
 # Limit of whole numbers without a limit of their own. A larger number of steps, ranks or bytes is
 # a typing error.
-MOST = 10**12
-SEED = {"least": 0, "most": 2**63 - 1}  # limits of a seed that every generator takes
+LARGEST = 10**12
+SEED = {"minimum": 0, "maximum": 2**63 - 1}  # limits of a seed that every generator takes
 
 
 def option(
     default: Any,
     help: str,
     *,
-    least: float | None = None,
+    minimum: float | None = None,
     above: float | None = None,
-    most: float | None = None,
+    maximum: float | None = None,
     choices: Sequence[Any] | None = None,
     words: Values | None = None,
     flag: str | None = None,
@@ -54,8 +54,8 @@ def option(
         default: value of the field. Tuples become options that take several values, bools become
             `--x / --no-x`.
         help: text for `--help`, which adds the default.
-        least, above, most: limits of a number, or of each number of a tuple. `above` itself is not
-            allowed, and whole numbers end at `MOST`.
+        minimum, above, maximum: limits of a number, or of each number of a tuple. `above` itself is
+            not allowed, and whole numbers end at `LARGEST`.
         choices: allowed values, for a tuple those of each entry. `all` then means all of them.
         words: text → value that it means, such as `{"none": None}`.
         flag: name of the option if it is not the field's, such as `--bucket-size-mb`.
@@ -65,9 +65,9 @@ def option(
     """
     declaration = Declaration(
         help=help,
-        least=least,
+        minimum=minimum,
         above=above,
-        most=most,
+        maximum=maximum,
         choices=choices,
         words=words or {},
         flag=flag,
@@ -83,9 +83,9 @@ class Declaration:
     """Arguments of one call of `option`, except its default."""
 
     help: str
-    least: float | None
+    minimum: float | None
     above: float | None
-    most: float | None
+    maximum: float | None
     choices: Sequence[Any] | None
     words: Values
     flag: str | None
@@ -118,11 +118,11 @@ class DeclaredOption:
         return self.declaration.flag or f"--{self.name.replace('_', '-')}"
 
     @property
-    def most(self) -> float | None:
+    def maximum(self) -> float | None:
         """Largest number that is allowed, or None."""
-        if self.declaration.most is None and self.kind is int:
-            return MOST
-        return self.declaration.most
+        if self.declaration.maximum is None and self.kind is int:
+            return LARGEST
+        return self.declaration.maximum
 
     def problem(self, value: Any) -> str | None:
         """Return why one value is not allowed and what to give, or None if it is allowed."""
@@ -135,21 +135,21 @@ class DeclaredOption:
             return None
         allowed = (
             math.isfinite(value)
-            and (declared.least is None or value >= declared.least)
+            and (declared.minimum is None or value >= declared.minimum)
             and (declared.above is None or value > declared.above)
-            and (self.most is None or value <= self.most)
+            and (self.maximum is None or value <= self.maximum)
         )
         return None if allowed else f"give {self.limits()}"
 
     def limits(self) -> str:
         """Return in words which numbers are allowed."""
         bounds = []
-        if self.declaration.least is not None:
-            bounds.append(f" of at least {self.declaration.least:,}")
+        if self.declaration.minimum is not None:
+            bounds.append(f" of at least {self.declaration.minimum:,}")
         if self.declaration.above is not None:
             bounds.append(f" above {self.declaration.above:g}")
-        if self.most is not None:
-            bounds.append(f" at most {self.most:,}")
+        if self.maximum is not None:
+            bounds.append(f" at most {self.maximum:,}")
         number = "a whole number" if self.kind is int else "a finite number"
         words = "".join(f", or {word}" for word in self.declaration.words)
         return number + " and".join(bounds) + words

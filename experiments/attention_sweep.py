@@ -137,8 +137,8 @@ class AttentionSweepConfig(Options):
     yours: str | None = option(
         None, "your own function of (q, k, v[, is_causal]), my_kernels:attention, as one more row"
     )
-    rounds: int = option(7, "interleaved rounds", least=3)
-    warm: int = option(0, "processes that compile everything before the timing", least=0)
+    rounds: int = option(7, "interleaved rounds", minimum=3)
+    warm: int = option(0, "processes that compile everything before the timing", minimum=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -88,7 +88,7 @@ class LongContextConfig(BenchOptions, TimingOptions):
     scale: str = option(
         "1", "scale of every dimension of the preset, also of its context: a fraction such as 1/8"
     )
-    batch: int = option(1, "sequences per rank", least=1)
+    batch: int = option(1, "sequences per rank", minimum=1)
     ops: str = option("triton", "operations of the lab's rows", choices=OPS_CHOICES)
     checkpointing: str = option(
         "auto", "recomputation of the lab's rows: auto, or as for distlab train"
@@ -98,7 +98,7 @@ class LongContextConfig(BenchOptions, TimingOptions):
         "rows to time",
         choices=tuple(ROWS),
     )
-    profile_steps: int = option(1, "steps per trace, 0 for no traces", least=0)
+    profile_steps: int = option(1, "steps per trace, 0 for no traces", minimum=0)
     minutes: float = option(
         7.5, "minutes after which nothing is begun; the same --name goes on", above=0
     )

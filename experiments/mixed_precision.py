@@ -63,17 +63,17 @@ class PrecisionConfig(Options):
     """Options of the experiment."""
 
     size: str = option("small", "model preset")
-    layers: int | None = option(4, "number of blocks", least=1)
-    context: int | None = option(512, "tokens per sequence", least=1)
-    batch: int = option(8, "sequences of a micro-batch", least=1)
+    layers: int | None = option(4, "number of blocks", minimum=1)
+    context: int | None = option(512, "tokens per sequence", minimum=1)
+    batch: int = option(8, "sequences of a micro-batch", minimum=1)
     micro_batches: int = option(
-        8, "micro-batches of a step: the loss is divided by it, as accumulation does", least=1
+        8, "micro-batches of a step: the loss is divided by it, as accumulation does", minimum=1
     )
     log2_scales: tuple[int, ...] = option(
         (0, 4, 8, 12, 16, 20, 24, 28, 32, 36), "loss scales, as powers of two"
     )
-    rows: int = option(8192, "rows of layer normalisation's input", least=1)
-    steps: int = option(400, "steps of the trainings in bf16 and fp8", least=4)
+    rows: int = option(8192, "rows of layer normalisation's input", minimum=1)
+    steps: int = option(400, "steps of the trainings in bf16 and fp8", minimum=4)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -78,8 +78,8 @@ class ModelComparisonConfig(BenchOptions):
     dtype: str = option(
         "bf16", "dtype: fp32, or bf16 over fp32 parameters", choices=("fp32", "bf16")
     )
-    rounds: int = option(8, "interleaved rounds", least=1)
-    steps: int = option(4, "timed steps per round, after an untimed one", least=1)
+    rounds: int = option(8, "interleaved rounds", minimum=1)
+    steps: int = option(4, "timed steps per round, after an untimed one", minimum=1)
     layer: bool = option(
         False, "run one layer in Llama's shape, by torch's modules, kernels.nn's and Liger's"
     )

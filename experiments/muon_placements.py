@@ -70,8 +70,8 @@ class PlacementsConfig(BenchOptions, TimingOptions):
     strategies: tuple[str, ...] = option(
         tuple(PLACEMENTS), "rows to compare", choices=tuple(PLACEMENTS)
     )
-    micro_batches: int = option(1, "parts of a rank's batch, one after the other", least=1)
-    check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
+    micro_batches: int = option(1, "parts of a rank's batch, one after the other", minimum=1)
+    check_steps: int = option(2, "steps of the comparison with one process, 0 for none", minimum=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

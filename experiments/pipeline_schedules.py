@@ -63,11 +63,11 @@ OFF = prediction_error("simulated_ms", "forward_backward_p50_ms", "error %", "+.
 class SchedulesConfig(BenchOptions, TimingOptions):
     """Options of the experiment. Raises ValueError for a value that is not allowed."""
 
-    batch: int = option(1, "sequences of a micro-batch", least=1)
+    batch: int = option(1, "sequences of a micro-batch", minimum=1)
     micro_batches: tuple[int, ...] = option(
-        (4, 8), "micro-batches of a step, one or several (a row each)", least=1, kind=int
+        (4, 8), "micro-batches of a step, one or several (a row each)", minimum=1, kind=int
     )
-    check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
+    check_steps: int = option(2, "steps of the comparison with one process, 0 for none", minimum=0)
 
     def rows(self, ranks: int) -> list[Variant]:
         """Return a row for each schedule with each number of micro-batches, ours and torch's."""

@@ -89,7 +89,7 @@ class CurvesConfig(Options):
     size: str = option("tiny", "model preset")
     context: int | None = option(None, "tokens per sequence [the preset's]")
     dtype: str = option("fp32", "dtype of the computation")
-    steps: int = option(200, "steps of each curve", least=4)
+    steps: int = option(200, "steps of each curve", minimum=4)
     batch: int = option(16, "sequences of all ranks")
     lr: float = option(3e-4, "learning rate")
     strategies: tuple[str, ...] = option(

@@ -48,9 +48,9 @@ class CheckOptions(RankOptions):
     optimizer: str = option(
         "sgd", "a class of torch.optim, or your own as package.module:Class; its state is compared"
     )
-    batch: int = option(4, "examples per micro-batch", least=1)
+    batch: int = option(4, "examples per micro-batch", minimum=1)
     micro_batches: int | None = option(
-        None, "number per rank and step [ranks + 1, and where that is wrong also one]", least=1
+        None, "number per rank and step [ranks + 1, and where that is wrong also one]", minimum=1
     )
     same_batch: bool = option(
         False, "give all ranks the same batches, as in tensor or context parallelism"
@@ -60,7 +60,7 @@ class CheckOptions(RankOptions):
     )
     seed: int = option(0, "seed of parameters and data", **SEED)
     backend: str | None = option("gloo", "backend of the ranks", choices=("nccl", "gloo"))
-    timeout: float = option(30.0, "seconds a collective may take", above=0, most=3600)
+    timeout: float = option(30.0, "seconds a collective may take", above=0, maximum=3600)
     json: bool = option(False, "print only the line of JSON")
 
 

@@ -55,7 +55,7 @@ class KernelOptions(Options):
     )
     operation: str = option("", "operation that it claims to be, see --list", flag="--as")
     forward: bool = option(False, "examine the forward alone")
-    count: int = option(40, "random inputs, in addition to about 60 chosen ones", least=0)
+    count: int = option(40, "random inputs, in addition to about 60 chosen ones", minimum=0)
     seconds: float = option(120.0, "seconds after which no further input is tried", above=0)
     case_seconds: float = option(30.0, "seconds for one input", above=0)
     seed: int = option(0, "seed of the random inputs", **SEED)

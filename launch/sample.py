@@ -31,9 +31,9 @@ class SampleOptions(Options):
 
     run: str = option("", "folder of the run", positional=True)
     prompt: str | None = option(None, "text to continue [lines of the terminal, until its end]")
-    tokens: int = option(200, "number of tokens to add", least=0)
+    tokens: int = option(200, "number of tokens to add", minimum=0)
     temperature: float = option(
-        0.8, "temperature of the draws; 0 takes the likeliest token", least=0
+        0.8, "temperature of the draws; 0 takes the likeliest token", minimum=0
     )
     seed: int = option(0, "seed of the draws", **SEED)
     export: str | None = option(

@@ -66,7 +66,7 @@ class RunOptions(FrameOptions):
         "your own wrapper in place of --strategy, my_code:parallelize; it leaves whole parameters "
         "on every rank",
     )
-    log_every: int = option(10, "steps between progress lines", least=1)
+    log_every: int = option(10, "steps between progress lines", minimum=1)
     quick: bool = option(False, "train ten steps of the tiny preset")
     plan: bool = option(False, "print the memory and time of a step, and train nothing")
 

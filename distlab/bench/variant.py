@@ -34,7 +34,7 @@ class BenchOptions(ModelOptions):
         "operations of the model: torch, or triton for this lab's kernels",
         choices=OPS_CHOICES,
     )
-    batch: int = option(4, "sequences per rank", least=1)
+    batch: int = option(4, "sequences per rank", minimum=1)
     seed: int = option(0, "seed of parameters and data", **SEED)
 
     def task(self) -> Task:

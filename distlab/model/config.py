@@ -356,14 +356,14 @@ class ModelChanges(Options):
         compile: `off`, the whole `model` as one graph, or the `blocks` one by one.
     """
 
-    context: int | None = option(None, "tokens per sequence (default: the preset's)", least=1)
-    vocab: int | None = option(None, "entries of the vocabulary (default: the preset's)", least=1)
-    d_model: int | None = option(None, "width of the model (default: the preset's)", least=1)
-    d_ff: int | None = option(None, "inner width of SwiGLU (default: the preset's)", least=1)
-    layers: int | None = option(None, "number of blocks (default: the preset's)", least=1)
-    heads: int | None = option(None, "number of attention heads (default: the preset's)", least=1)
+    context: int | None = option(None, "tokens per sequence (default: the preset's)", minimum=1)
+    vocab: int | None = option(None, "entries of the vocabulary (default: the preset's)", minimum=1)
+    d_model: int | None = option(None, "width of the model (default: the preset's)", minimum=1)
+    d_ff: int | None = option(None, "inner width of SwiGLU (default: the preset's)", minimum=1)
+    layers: int | None = option(None, "number of blocks (default: the preset's)", minimum=1)
+    heads: int | None = option(None, "number of attention heads (default: the preset's)", minimum=1)
     kv_heads: int | None = option(
-        None, "number of heads of keys and values (default: the preset's)", least=1
+        None, "number of heads of keys and values (default: the preset's)", minimum=1
     )
     attention: str = option(
         "sdpa",

@@ -657,7 +657,7 @@ class MachineOptions(ModelChanges):
     device: str = option("h200", "kind of GPU, such as h100")
     link: str = option("nvlink", "link inside a node, nvlink or pcie")
     between: str = option("ib-ndr", "link between nodes, per device")
-    devices_per_node: int = option(8, "GPUs that share a node", least=1)
+    devices_per_node: int = option(8, "GPUs that share a node", minimum=1)
     dtype: str = option("bf16", "dtype of the computation", choices=("bf16", "fp32"))
     cluster: str | None = option(
         None, "cluster NAME:HOSTSxGPUS such as dgx-h100:16x8, instead of GPU and links"

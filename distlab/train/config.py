@@ -83,11 +83,11 @@ class TrainConfig(ModelOptions):
         ValueError: a value that is not allowed; the message says what is.
     """
 
-    dropout: float = option(0.0, "probability of dropping an element", least=0)
+    dropout: float = option(0.0, "probability of dropping an element", minimum=0)
     strategy: str = option("bucketed", f"strategy, one of {', '.join(TRAINABLE)}")
     bucket_size_mb: float = option(25.0, "MiB per bucket, for strategies with buckets")
     shard_size: int | None = option(
-        None, "ranks that share a model, for strategies with a mesh [a host's]", least=1
+        None, "ranks that share a model, for strategies with a mesh [a host's]", minimum=1
     )
     reshard: str = option(
         "unit",
@@ -100,27 +100,29 @@ class TrainConfig(ModelOptions):
         "tp2,cp2 [none]",
     )
     stages: tuple[int, ...] = option(
-        (), "blocks of each stage of --layout pp2 [equally many]", least=1, kind=int
+        (), "blocks of each stage of --layout pp2 [equally many]", minimum=1, kind=int
     )
-    batch: int = option(8, "sequences per step over all ranks", least=1)
-    accumulate: int = option(1, "micro-batches per step; gradients are synchronised once", least=1)
-    steps: int = option(100, "optimizer steps", least=1)
+    batch: int = option(8, "sequences per step over all ranks", minimum=1)
+    accumulate: int = option(
+        1, "micro-batches per step; gradients are synchronised once", minimum=1
+    )
+    steps: int = option(100, "optimizer steps", minimum=1)
     lr: float = option(1e-3, "largest learning rate", above=0)
-    lr_floor: float = option(0.1, "last learning rate as a fraction of --lr", least=0, most=1)
-    warmup: int = option(10, "steps until the largest learning rate", least=0)
+    lr_floor: float = option(0.1, "last learning rate as a fraction of --lr", minimum=0, maximum=1)
+    warmup: int = option(10, "steps until the largest learning rate", minimum=0)
     optimizer: str = option(
         "adamw",
         "adamw, or muon for matrices of blocks and AdamW for the rest",
         choices=tuple(OPTIMIZERS),
     )
-    weight_decay: float = option(0.1, "weight decay of the optimizer", least=0)
-    beta2: float = option(0.95, "beta2 of AdamW", least=0)
-    clip: float = option(1.0, "largest gradient norm, 0 for none", least=0)
+    weight_decay: float = option(0.1, "weight decay of the optimizer", minimum=0)
+    beta2: float = option(0.95, "beta2 of AdamW", minimum=0)
+    clip: float = option(1.0, "largest gradient norm, 0 for none", minimum=0)
     seed: int = option(0, "seed of parameters, data order and dropout", **SEED)
-    validate_every: int = option(0, "steps between validations, 0 for one at the end", least=0)
-    validate_sequences: int = option(64, "sequences per validation", least=1, most=10**6)
-    checkpoint_every: int = option(50, "steps between checkpoints, 0 for one at the end", least=0)
-    keep: int = option(2, "number of complete checkpoints to keep", least=1)
+    validate_every: int = option(0, "steps between validations, 0 for one at the end", minimum=0)
+    validate_sequences: int = option(64, "sequences per validation", minimum=1, maximum=10**6)
+    checkpoint_every: int = option(50, "steps between checkpoints, 0 for one at the end", minimum=0)
+    keep: int = option(2, "number of complete checkpoints to keep", minimum=1)
     synchronous_checkpoints: bool = option(False, "write checkpoints within the step, not after it")
 
     def __post_init__(self) -> None:

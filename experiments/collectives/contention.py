@@ -70,13 +70,13 @@ class ContentionOptions(Options):
         (64.0, 256.0), "for --contention: MiB of a message", above=0
     )
     rounds: int = option(
-        5, "for --contention: number of rounds, over which medians are taken", least=2
+        5, "for --contention: number of rounds, over which medians are taken", minimum=2
     )
     least_ms: float = option(
         50.0, "for --contention: ms of computation during messages, at least", above=0
     )
     matrix: int = option(
-        4096, "for --contention: side of the matmul, in bf16, on a CPU in fp32", least=1
+        4096, "for --contention: side of the matmul, in bf16, on a CPU in fp32", minimum=1
     )
 
     def ways_on(self, backend: str) -> tuple[str, ...]:

@@ -58,12 +58,12 @@ class SweepOptions(Options):
     """Options of the sweep. Raises ValueError for a value that is not allowed."""
 
     operations: tuple[str, ...] = option(OPERATIONS, "collectives to time", choices=OPERATIONS)
-    sizes: tuple[int, ...] = option(GPU_SIZES, "payload bytes", least=1)
+    sizes: tuple[int, ...] = option(GPU_SIZES, "payload bytes", minimum=1)
     group_sizes: tuple[int, ...] = option(
-        (), "numbers of first ranks to use, a group each [2, 4, … all]", least=2
+        (), "numbers of first ranks to use, a group each [2, 4, … all]", minimum=2
     )
-    warmup: int = option(3, "untimed calls of each", least=0)
-    repeats: int = option(20, "timed calls, at most: fewer if the budget is short", least=3)
+    warmup: int = option(3, "untimed calls of each", minimum=0)
+    repeats: int = option(20, "timed calls, at most: fewer if the budget is short", minimum=3)
     budget_s: float = option(1.0, "seconds per row", above=0, flag="--budget")
 
     def __post_init__(self) -> None:

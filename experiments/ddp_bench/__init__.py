@@ -59,13 +59,13 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
     shard_size: int | None = option(
         None,
         "ranks that share one model, for hsdp, torch-hsdp and bucketed-two-level [those of a host]",
-        least=1,
+        minimum=1,
     )
     layouts: tuple[str, ...] = option(
         (),
         "layouts of additional rows, in which ranks share a model: tp2, cp2-ring, pp2, tp2+cp2",
     )
-    micro_batches: int = option(4, "parts of a step's batch in rows with a pipeline", least=1)
+    micro_batches: int = option(4, "parts of a step's batch in rows with a pipeline", minimum=1)
     wraps: tuple[str, ...] = option(
         (), "your own wrapper, my_code:parallelize, one or several (a row each)", flag="--wrap"
     )
@@ -74,9 +74,9 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
         "GiB of a rank while your wrapper is tried [its part of the free memory]",
         above=0,
     )
-    check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
+    check_steps: int = option(2, "steps of the comparison with one process, 0 for none", minimum=0)
     profile_steps: int = option(
-        1, "steps per trace, of which the median is shown; 0 for none", least=0
+        1, "steps per trace, of which the median is shown; 0 for none", minimum=0
     )
 
     def __post_init__(self) -> None:

@@ -100,13 +100,13 @@ class RooflineConfig(Options):
         None, "your own kernel, my_kernels:rms_norm, as one more form of the operation of --only"
     )
     variants: tuple[str, ...] = option(VARIANTS[:-1], "forms to time", choices=VARIANTS[:-1])
-    repeat_ms: int = option(60, "ms of device time per number", least=1)
+    repeat_ms: int = option(60, "ms of device time per number", minimum=1)
     rounds: int = option(
-        10, "interleaved rounds; even: equally many forwards and in reverse", least=3
+        10, "interleaved rounds; even: equally many forwards and in reverse", minimum=3
     )
     small: bool = option(False, "use small sizes, in fp32")
     shrink: tuple[int, ...] = option(
-        (1,), "numbers to divide first dimensions by, one after another", least=1
+        (1,), "numbers to divide first dimensions by, one after another", minimum=1
     )
 
     def __post_init__(self) -> None:

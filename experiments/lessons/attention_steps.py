@@ -81,13 +81,13 @@ class AttentionStepsConfig(Options):
     """Options of a run: a row per head dim, length and variant."""
 
     head_dims: tuple[int, ...] = option((64,), "widths of a head", choices=tuple(TUNED))
-    heads: int = option(64, "number of heads, batch × heads", least=1)
+    heads: int = option(64, "number of heads, batch × heads", minimum=1)
     lengths: tuple[int, ...] = option(
-        (4096,), "tokens, one or several, multiples of every tile", least=1, flag="--length"
+        (4096,), "tokens, one or several, multiples of every tile", minimum=1, flag="--length"
     )
     dtype: str = option("bfloat16", "dtype of the steps", choices=tuple(TOLERANCE))
-    rounds: int = option(6, "interleaved rounds", least=3)
-    calls: int = option(10, "timed calls in a round", least=1)
+    rounds: int = option(6, "interleaved rounds", minimum=3)
+    calls: int = option(10, "timed calls in a round", minimum=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

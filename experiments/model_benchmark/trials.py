@@ -47,7 +47,7 @@ def _swept(name: str) -> tuple[str, Any, Any]:
     swept = option(
         (one.default,),
         f"{one.declaration.help}; several are swept",
-        least=one.declaration.least,
+        minimum=one.declaration.minimum,
         choices=one.declaration.choices,
         words={"preset": None} if one.default is None else None,
     )
@@ -70,9 +70,9 @@ class BenchmarkConfig(OwnModel, Swept):
         MODES, "parts of a step, in this order", choices=MODES, flag="--mode"
     )
     warmups: tuple[int, ...] = option(
-        (5,), "numbers of first calls to leave out", least=0, flag="--warmup"
+        (5,), "numbers of first calls to leave out", minimum=0, flag="--warmup"
     )
-    repeats: int = option(10, "timed calls", least=MIN_SAMPLES, flag="--steps")
+    repeats: int = option(10, "timed calls", minimum=MIN_SAMPLES, flag="--steps")
     bucket_size_mb: float = option(25.0, "MiB per bucket, for strategies with buckets", above=0)
     seed: int = option(0, "seed of parameters and data", **SEED)
     profile: bool = option(False, "write traces, and kernels and kinds of work by time")

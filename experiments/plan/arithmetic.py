@@ -137,7 +137,7 @@ class KernelFloor(Calculation):
 
     name: str | None = option(None, "name of a kernel", choices=tuple(KERNELS), positional=True)
     shape: tuple[int, ...] = option(
-        (), "dimensions that the kernel works on", least=1, positional=True, metavar="shape"
+        (), "dimensions that the kernel works on", minimum=1, positional=True, metavar="shape"
     )
 
     def answer(self) -> Answer:
@@ -183,11 +183,11 @@ def floor(cost: Cost, spec: hardware.GPUSpec, dtype: str) -> Answer:
 class BlockAdvice(Calculation):
     """Which operations of a Transformer's block belong in one kernel?"""
 
-    batch: int = option(8, "number of sequences", least=1)
-    context: int = option(2048, "tokens of a sequence", least=1)
-    d_model: int = option(4096, "width of the model", least=1)
-    d_ff: int = option(11008, "width of the feed-forward layer", least=1)
-    heads: int = option(32, "number of attention heads", least=1)
+    batch: int = option(8, "number of sequences", minimum=1)
+    context: int = option(2048, "tokens of a sequence", minimum=1)
+    d_model: int = option(4096, "width of the model", minimum=1)
+    d_ff: int = option(11008, "width of the feed-forward layer", minimum=1)
+    heads: int = option(32, "number of attention heads", minimum=1)
 
     def answer(self) -> Answer:
         """Return a decision per operator, the kernels of four forms, and the bytes saved."""
@@ -227,9 +227,9 @@ class BlockAdvice(Calculation):
 class BlocksPerSM(Calculation):
     """How many blocks does a multiprocessor hold, and what limits them?"""
 
-    threads: int | None = option(None, "threads of a block", least=1)
-    registers: int | None = option(None, "registers of a thread", least=1)
-    shared_bytes: int = option(0, "bytes of shared memory of a block", least=0)
+    threads: int | None = option(None, "threads of a block", minimum=1)
+    registers: int | None = option(None, "registers of a thread", minimum=1)
+    shared_bytes: int = option(0, "bytes of shared memory of a block", minimum=0)
 
     def answer(self) -> Answer:
         """Return the occupancy.
@@ -251,8 +251,8 @@ class BlocksPerSM(Calculation):
 class WavesOfGrid(Calculation):
     """In how many waves does a grid of blocks run, and how full is the last?"""
 
-    blocks: int | None = option(None, "blocks of the grid", least=1)
-    blocks_per_sm: int = option(1, "blocks that a multiprocessor holds", least=1)
+    blocks: int | None = option(None, "blocks of the grid", minimum=1)
+    blocks_per_sm: int = option(1, "blocks that a multiprocessor holds", minimum=1)
 
     def answer(self) -> Answer:
         """Return the waves and the share of the places that they use."""

@@ -103,7 +103,7 @@ class PlanConfig(MachineOptions):
     batch: int | None = option(
         None,
         "sequences per step, over all devices [512]; --sweep: in strong scaling [4096]",
-        least=1,
+        minimum=1,
     )
     tokens: float = option(1e11, "tokens to train on", above=0)
     days: float | None = option(None, "days that training may take", above=0)
@@ -123,7 +123,9 @@ class PlanConfig(MachineOptions):
     layouts: tuple[str, ...] = option(
         (), "layouts to consider, such as tp2 or tp8,cp2 with + for the comma [all that fit]"
     )
-    ranks: tuple[int, ...] = option(tuple(2**k for k in range(13)), "--sweep: world sizes", least=1)
+    ranks: tuple[int, ...] = option(
+        tuple(2**k for k in range(13)), "--sweep: world sizes", minimum=1
+    )
     records: tuple[str, ...] = option((), "--sweep: records of ddp_bench to draw as points")
     # Each row of a plan holds the `micro_batch`, `group` and `bucket_size_mb` of its choice. So the
     # options of these names are fields of other names.
@@ -131,13 +133,13 @@ class PlanConfig(MachineOptions):
         None,
         "--sweep: sequences per rank (weak), at most at once (strong scaling) [8]; "
         "--timeline: per rank [2]",
-        least=1,
+        minimum=1,
         flag="--micro-batch",
     )
     shard_group: int | None = option(
         None,
         "--sweep, --timeline: ranks in a shard group, for strategies with a mesh [a node]",
-        least=1,
+        minimum=1,
         flag="--group",
     )
     bucket_mb: float = option(100.0, "--timeline: MiB per bucket", above=0, flag="--bucket-size-mb")

@@ -69,7 +69,7 @@ class PredictConfig(Options):
     models: tuple[tuple[str, int], ...] = option(
         (), "model and sequences per rank", kind=_case, metavar="PRESET:BATCH"
     )
-    ranks: tuple[int, ...] = option((2, 4), "world sizes", least=2)
+    ranks: tuple[int, ...] = option((2, 4), "world sizes", minimum=2)
     rows: tuple[str, ...] = option(tuple(ROWS), "rows of ddp_bench", choices=tuple(ROWS))
     memory: str | None = option(
         None, "record with local of a model that does less arithmetic per byte"

@@ -60,8 +60,8 @@ class SabotageConfig(Options):
     """Options of the experiment."""
 
     mistakes: tuple[str, ...] = option(tuple(MISTAKES), "mistakes to make", choices=tuple(MISTAKES))
-    steps: int = option(150, "steps of each loss curve", least=2)
-    check_steps: int = option(3, "steps of the comparison with one process", least=2)
+    steps: int = option(150, "steps of each loss curve", minimum=2)
+    check_steps: int = option(3, "steps of the comparison with one process", minimum=2)
 
 
 def measure(config: SabotageConfig, context: RankContext, run: Run) -> None:

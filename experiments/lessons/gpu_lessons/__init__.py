@@ -96,12 +96,15 @@ class GpuLessonsConfig(Options):
 
     parts: tuple[str, ...] = option(tuple(PARTS), "parts to run", choices=tuple(PARTS))
     elements: int = option(
-        2**25, "elements that a copy or an addition writes, a power of two", least=2**12, most=2**25
+        2**25,
+        "elements that a copy or an addition writes, a power of two",
+        minimum=2**12,
+        maximum=2**25,
     )
     rounds: int = option(
-        20_000, "rounds of arithmetic, or through shared memory", least=CHECKED_ROUNDS
+        20_000, "rounds of arithmetic, or through shared memory", minimum=CHECKED_ROUNDS
     )
-    repeats: int = option(9, "number of timings of a row", least=3)
+    repeats: int = option(9, "number of timings of a row", minimum=3)
 
     def __post_init__(self) -> None:
         super().__post_init__()

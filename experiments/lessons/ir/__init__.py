@@ -61,7 +61,7 @@ class IrConfig(Options):
 
     kernels: tuple[str, ...] = option((), "kernels, MODULE or MODULE.KERNEL [all]", positional=True)
     capability: int = option(90, "compute capability to compile for", choices=CAPABILITIES)
-    workers: int = option(2, "number of processes that compile", least=1)
+    workers: int = option(2, "number of processes that compile", minimum=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
