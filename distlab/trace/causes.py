@@ -113,7 +113,7 @@ class Finding:
 
     @property
     def about(self) -> str:
-        """What it is mostly about, with the Python frame if there is one."""
+        """Its main subject in words, with the Python frame if there is one."""
         return self.detail if self.frame is None else f"{self.frame}, {self.detail}"
 
     @property
