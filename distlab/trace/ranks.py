@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from distlab.measure.trace.account import StepAccount, account
@@ -116,6 +116,11 @@ class RankStep:
         if not found or found[-1][1] < moment - _TINY_MS:
             return None
         return self.idle.around(found[-1][0])
+
+    def before(self, event: Event) -> Iterator[Event]:
+        """Yield the events that begin before this one, the last one first."""
+        for place in range(bisect_left(self._starts, event.start_ms) - 1, -1, -1):
+            yield self.events[place]
 
     def after(self, moment: float) -> Event | None:
         """Return the first event of the step that begins at a moment or later, or None."""
