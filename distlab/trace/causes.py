@@ -23,10 +23,10 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from distlab.measure.trace.intervals import Cover, Interval
+from distlab.measure.trace.intervals import Cover, Interval, total
 from distlab.measure.trace.kernels import short_kernel_name
 from distlab.measure.trace.reader import Event, HostSpan
 from distlab.trace.ranks import Message, RankStep, RankSteps
@@ -348,6 +348,16 @@ class Host:
         """Return the interval around a moment that spans of a role cover, or None."""
         return self._spans[role][2].around(moment)
 
+    def launching_ms(self, messages: Iterable[Message]) -> float:
+        """Return how long the host prepares and launches some messages, in ms."""
+        spans = []
+        for message in messages:
+            launched_ms = message.event.launched_ms
+            span = None if launched_ms is None else self.around(MESSAGES, launched_ms)
+            if span is not None:
+                spans.append(span)
+        return total(spans)
+
     def name_in(self, role: str, interval: Interval) -> str:
         """Return the name of the span of a role that covers an interval."""
         start, end = interval
@@ -474,20 +484,26 @@ def why_idle(step: RankStep, host: Host, small_bytes: float) -> list[Blame]:
 
     A host that waits for the device loses its lead over it, which is as long as the wait. Until the
     device has idled for as long, the wait is also the cause of intervals in which the host is late.
+    In the same way, what the host spends on small messages makes it late for other work
+    (`_owed_to_small_messages`).
     """
     found = []
     usual_cause = HOST if host.on_gpu else PYTHON
-    lost: tuple[str, HostSpan] | None = None  # the last wait
+    lost: Blame | None = None  # the last wait
     lost_ms = 0.0  # of the lead that it cost, what the device has not idled yet
     for begin, end in step.idle.intervals:
         ms = end - begin
         reason = host.reason((begin, end))
         if reason is not None:
-            found.append(Blame(reason[0], ms, reason[1]))
+            cause, about = reason
+            awaited = step.communication_until(begin)
+            if cause == SYNCHRONISATION and "Device" not in about and awaited is not None:
+                cause, about = BLOCKING, named(awaited.event)
+            found.append(Blame(cause, ms, about))
             waited = host.wait_before((begin, end))
             if waited is not None:
-                lost = waited
-                lost_ms = lost[1].end_ms - lost[1].start_ms - ms
+                lost = found[-1]
+                lost_ms = waited[1].end_ms - waited[1].start_ms - ms
             continue
         following = step.after(end)
         if following is None:
@@ -506,13 +522,49 @@ def why_idle(step: RankStep, host: Host, small_bytes: float) -> list[Blame]:
             cause, about = usual_cause, f"before {following.operator or _kernel_or_copy(following)}"
         if lost is not None and lost_ms > 0:
             owed_ms = min(ms, lost_ms)
-            found.append(Blame(lost[0], owed_ms, lost[1].name))
+            found.append(Blame(lost.cause, owed_ms, lost.detail))
             lost_ms -= owed_ms
             ms -= owed_ms
         if ms > 0:
             # What the wait has cost is the first part of the interval.
             late = (end - ms, end) if cause in (LATE, usual_cause) else None
             found.append(Blame(cause, ms, about, idle=late))
+    return _owed_to_small_messages(found, step, host, small_bytes) if host.on_gpu else found
+
+
+def _owed_to_small_messages(
+    blames: Sequence[Blame], step: RankStep, host: Host, small_bytes: float
+) -> list[Blame]:
+    """Return the causes of a step's idle time with the host's time for small messages moved.
+
+    The host launches these ahead of the device, and is late for something else because of them. So
+    intervals in which it is late count as small messages, up to the time that it spent on them.
+    """
+    small = _small_messages(step, small_bytes)
+    at_once_ms = sum(blame.ms for blame in blames if blame.cause == SMALL)
+    owed_ms = host.launching_ms(small) - at_once_ms
+    found = []
+    for blame in blames:
+        if blame.cause == HOST and owed_ms > 0:
+            moved_ms = min(blame.ms, owed_ms)
+            owed_ms -= moved_ms
+            found.append(Blame(SMALL, moved_ms, named(small[0].event)))
+            if blame.ms == moved_ms:
+                continue
+            _, end = blame.idle
+            left_ms = blame.ms - moved_ms
+            blame = Blame(HOST, left_ms, blame.detail, idle=(end - left_ms, end))
+        found.append(blame)
+    return found
+
+
+def _small_messages(step: RankStep, small_bytes: float) -> list[Message]:
+    """Return the messages of a step that are known to be small."""
+    found = []
+    for message in step.messages:
+        size = message.event.collective.size_bytes
+        if size is not None and size < small_bytes:
+            found.append(message)
     return found
 
 

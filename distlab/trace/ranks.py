@@ -138,6 +138,19 @@ class RankStep:
         place = bisect_left(self._message_starts, moment - _TINY_MS)
         return self.messages[place] if place < len(self.messages) else None
 
+    def communication_until(self, moment: float) -> Message | None:
+        """Return a communication of the step that ends at a moment, or None."""
+        ends, messages = self._messages_by_end
+        place = bisect_left(ends, moment - _TINY_MS)
+        if place < len(ends) and ends[place] <= moment + _TINY_MS:
+            return messages[place]
+        return None
+
+    @functools.cached_property
+    def _messages_by_end(self) -> tuple[list[float], list[Message]]:
+        messages = sorted(self.messages, key=lambda message: message.event.end_ms)
+        return [message.event.end_ms for message in messages], messages
+
     @functools.cached_property
     def _message_starts(self) -> list[float]:
         return [message.event.start_ms for message in self.messages]

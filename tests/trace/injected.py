@@ -38,6 +38,7 @@ EXPECTED = {
 BLOCKS = 8
 WIDTH = 4096  # features
 TOKENS = 8192  # per rank
+READ_TOKENS = 4096  # where the host reads values, which takes 0.15 ms each
 SMALL_LAYERS = 128
 SMALL_WIDTH = 192  # features: a weight of 144 KiB in fp32
 SMALL_TOKENS = 8192  # per layer
@@ -102,7 +103,7 @@ class Blocks(nn.Module):
 
 
 class SmallLayer(nn.Module):
-    """A weight of its own, (SMALL_WIDTH, SMALL_WIDTH)."""
+    """A module with one weight, (SMALL_WIDTH, SMALL_WIDTH)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +230,10 @@ class Run:
                 model = Blocks(fault == "item", fault == "straggler" and context.rank == 1)
         self.model = self._ddp(model) if wrapper == "ddp" else self._fsdp2(model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        shape = (SMALL_TOKENS, SMALL_WIDTH) if is_small else (TOKENS, WIDTH)
+        if is_small:
+            shape = (SMALL_TOKENS, SMALL_WIDTH)
+        else:
+            shape = (READ_TOKENS if fault == "item" else TOKENS, WIDTH)
         batches = Batches(shape, LOAD_S if fault == "slow loader" else 0.0)
         self.loader = iter(DataLoader(batches, batch_size=None))
         self.objects = None
