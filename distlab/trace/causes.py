@@ -461,7 +461,7 @@ def _own_cause(event: Event, step: RankStep, host: Host, small_bytes: float) -> 
 
 
 def _first_copy(event: Event, step: RankStep, host: Host) -> Event:
-    """Return the first of the kernels right before a message that the host launched for it.
+    """Return the first of the kernels before a message that the host launched for it.
 
     FSDP2 copies a unit's shards into one buffer, and then gathers it. It is the message itself if
     nothing prepares it.
@@ -471,9 +471,8 @@ def _first_copy(event: Event, step: RankStep, host: Host) -> Event:
     if span is None:
         return first
     for earlier in step.before(event):
-        is_adjacent = first.start_ms - earlier.end_ms <= GAP_MS
         launched_ms = earlier.launched_ms
-        if not is_adjacent or launched_ms is None or not span[0] <= launched_ms < span[1]:
+        if launched_ms is None or not span[0] <= launched_ms < span[1]:
             break
         first = earlier
     return first

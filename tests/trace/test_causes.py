@@ -313,9 +313,10 @@ def test_copies_into_a_buffer_belong_to_its_message(tmp_path):
     def waits_then_gathers(writer, begin):
         handmade.layers(writer, begin, 0.1, 10)
         writer.span("cuda_runtime", "cudaDeviceSynchronize", begin + 2, begin + 10.02)
-        writer.span("user_annotation", "FSDP::pre_forward (blocks.1)", begin + 10.03, begin + 12)
-        writer.compute(begin + 11.98, begin + 12, begin + 13, "aten::_foreach_copy_")
-        writer.all_reduce(begin + 11.99, begin + 13, begin + 20)
+        writer.span("user_annotation", "FSDP::pre_forward (blocks.1)", begin + 10.03, begin + 13)
+        writer.compute(begin + 11.98, begin + 12, begin + 12.5, "aten::_foreach_copy_")
+        writer.compute(begin + 11.99, begin + 12.5, begin + 12.9, "aten::_foreach_copy_")
+        writer.all_reduce(begin + 12.98, begin + 13, begin + 20)
         handmade.layers(writer, begin, 20, 29.9, launched=12.1)
 
     (found, *_) = explain_traces(gpu_run(tmp_path, waits_then_gathers)).findings
