@@ -122,6 +122,8 @@ class Finding:
     @property
     def about(self) -> str:
         """Its main subject in words, with the Python frame if there is one."""
+        if self.is_price:
+            return f"{self.detail}; the price of overlap"
         return self.detail if self.frame is None else f"{self.frame}, {self.detail}"
 
     @property

@@ -3,6 +3,7 @@
 import itertools
 import json
 import time
+from pathlib import Path
 
 import pytest
 
@@ -355,3 +356,14 @@ def test_what_follows_a_wait_for_communication_is_a_part_of_it(tmp_path):
     # Three messages of 3 ms, 3 ms after each, and 1.9 ms that the last wait still owes at the end
     assert found[0].ms == pytest.approx(3 * 6 + 1.9, abs=0.1)
     assert "synchronisation" not in {finding.cause for finding in found}
+
+
+TRACES = Path(__file__).parents[2] / "docs" / "learn" / "traces"
+
+
+@pytest.mark.parametrize("name, cause", [("ddp-straggler", "straggler"), ("fsdp2-item", "item")])
+def test_the_traces_of_the_page_have_their_cause(name, cause):
+    explanation = explain_traces(sorted(TRACES.glob(f"{name}-rank*.json.gz")))
+    assert explanation.findings[0].cause == cause and explanation.findings[0].is_large
+    page = (TRACES.parent / "your_trace.md").read_text()
+    assert (str(explanation) in page) == (name == "ddp-straggler")
