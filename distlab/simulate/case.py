@@ -293,6 +293,7 @@ def _moments(case: Case, part: RankPart) -> list[tuple[str, Breakdown]]:
         world_size=case.shards if strategy.takes_mesh else case.averaging,
         precision=precision_of(case.dtype, casts_parameters=strategy.casts_parameters),
         checkpointing=part.keeps,
+        # Ranks that share the head compute the loss from all of their logits, without chunks.
         loss_chunk=LOGITS_CHUNK if case.fused_loss and layout.tensor == 1 else None,
         accumulates=part.accumulates,
         fused=case.compiled or case.kernels == "fused",
@@ -328,6 +329,7 @@ def shortage(case: Case) -> str | None:
     )
     # Four values in fp32 per parameter: itself, its gradient and AdamW's two moments.
     states = 4 * FP32 * case.model.num_parameters
+    # Then no choice below fits: none divides the states among more than all GPUs.
     if states / case.cluster.gpus > usable:
         fewest = devices_to_fit(states, usable)
         return text + f"The states alone, fully sharded, need {fewest} GPUs"

@@ -99,6 +99,7 @@ def choices(
         layout: sizes of the groups of ranks that share a model.
     """
     groups = []
+    # Groups of whole nodes. One group of all ranks would be FSDP without a mesh.
     for doublings in range(ranks.bit_length()):
         group = devices_per_node * 2**doublings
         if group < ranks and ranks % group == 0:
