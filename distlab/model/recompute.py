@@ -37,6 +37,7 @@ def contexts(keep: str) -> tuple[Any, Any]:
     matmuls = Counter()
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        # Higher-order operators have no schema, and are recomputed.
         name = operator._schema.name if hasattr(operator, "_schema") else ""
         keeps = name in ATTENTION and "attention" in kept
         # The matmuls of a block run in a fixed order, so a count tells which one this is. The
