@@ -194,6 +194,7 @@ def rank_parts(
         held_by_rank = [1]
     else:
         held_by_rank = _max_held(layout.schedule, ranks, micro_batches)
+    # A rank runs each micro-batch through each of its stages.
     forwards = micro_batches * stages // ranks
     parts = []
     for rank in range(ranks):
@@ -396,6 +397,7 @@ def least_recomputation(plan: PlannedStep, ranks: int, allowed: int | None, *, o
         )
         if count:
             found = mixed(low, high, count)
+        # Not all blocks can keep `high`, so none can keep more.
         if count < layers:
             break
     return found
