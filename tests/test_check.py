@@ -62,11 +62,10 @@ def names_of_mistakes(context, names):
 
 def test_every_mistake_gets_its_name():
     found = run_ranks(names_of_mistakes, 2, list(NAMED), deadline_s=120)[0]
-    wrong = {
-        name: found[name]
-        for name, right in NAMED.items()
-        if not all(right in text for text in found[name])
-    }
+    wrong = {}
+    for name, right in NAMED.items():
+        if not all(right in text for text in found[name]):
+            wrong[name] = found[name]
     # each rank has a whole model
     alone = {name for name, mistake in MISTAKES.items() if mistake.layout.ranks == 1}
     assert NAMED.keys() == alone - {SLOW} and not wrong and all(found.values())
@@ -347,10 +346,11 @@ def test_the_state_of_the_optimizer_is_compared(ranks):
     cases = [("with_statistics", wrap, "adamw") for wrap in WITH_STATE]
     cases += [("tied", "zero1", "rmsprop"), ("mlp", "fsdp", "NAdam"), ("mlp", "bucketed", "asgd")]
     found = run_ranks(with_optimizer, ranks, cases, deadline_s=200)[0]
+    kinds = {"adamw": 3, "rmsprop": 2, "NAdam": 4, "asgd": 4}  # of state, for each parameter
     for (model, wrap, optimizer), verdict in zip(cases, found, strict=True):
-        assert verdict.right, f"{model} under {wrap}, {optimizer}: {verdict}"
-        kinds = {"adamw": 3, "rmsprop": 2, "NAdam": 4, "asgd": 4}[optimizer]
-        assert verdict.states == kinds * verdict.tensors, f"{wrap}, {optimizer}: {verdict}"
+        row = f"{model} under {wrap}, {optimizer}: {verdict}"
+        assert verdict.right, row
+        assert verdict.states == kinds[optimizer] * verdict.tensors, row
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

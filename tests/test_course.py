@@ -130,9 +130,8 @@ def wrapped(rank, device):
         is_fsdp = isinstance(model, FSDP)
         tolerance = {"rtol": 1e-5, "atol": 1e-6}  # sums over tokens in two orders
         if is_fsdp:
-            held, whole = (
-                sum(parameter.numel() for parameter in each.parameters()) for each in (model, base)
-            )
+            held = sum(parameter.numel() for parameter in model.parameters())
+            whole = sum(parameter.numel() for parameter in base.parameters())
             assert held < whole
             if model.compute_dtype is torch.float16:
                 # a ReLU near zero may differ; test_fsdp_models.py is exact

@@ -62,14 +62,18 @@ def test_empty(name, either):
 
 def test_compile_has_no_break():
     """All operations in one graph; the same bits as without compiling."""
-    inputs = {name: [draw(*s).requires_grad_() for s in shapes_of(name)] for name in OPERATIONS}
+    inputs = {}  # operation → its tensors
+    leaves = []  # all of them
+    for name in OPERATIONS:
+        inputs[name] = [draw(*shape).requires_grad_() for shape in shapes_of(name)]
+        leaves += inputs[name]
 
     def all_outputs(*_):
-        return tuple(
-            y for name, tensors in inputs.items() for y in outputs(OPERATIONS[name][0], tensors)
-        )
+        found = []
+        for name, tensors in inputs.items():
+            found += outputs(OPERATIONS[name][0], tensors)
+        return tuple(found)
 
-    leaves = [t for tensors in inputs.values() for t in tensors]
     compiled = torch.compile(all_outputs, fullgraph=True, backend="aot_eager")
     same_bits(results(compiled, leaves), results(all_outputs, leaves))
 
