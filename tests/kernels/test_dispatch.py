@@ -42,7 +42,7 @@ def plans():
 
 @every
 def test_a_plan_gives_the_bits_of_the_call_that_made_none(name):
-    function = OPERATIONS[name][0]
+    function = OPERATIONS[name].function
     shapes = shapes_of(name)
     planned = [results(function, drawn(shapes, seed)) for seed in range(3)]
     written = []
