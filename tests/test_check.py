@@ -217,7 +217,9 @@ class FlatShards(nn.Module):
 
     def __init__(self, module, group, ranks):
         super().__init__()
-        self.module, self.group, self.ranks = module, group, ranks
+        self.module = module
+        self.group = group
+        self.ranks = ranks
         self.shapes = {}
         for name, parameter in module.named_parameters():
             dist.broadcast(parameter.data, 0, group)
@@ -740,7 +742,9 @@ def sum_of_targets():
 
 def norms_over_targets():
     """Return the relative difference of norms in the first step, of 2 ranks × 3 micro-batches."""
-    means, total, count = {}, {}, 0
+    means = {}  # name → sum of the micro-batches' mean gradients
+    total = {}  # name → sum of the gradients over all targets
+    count = 0  # targets
     for rank in range(2):
         task = own_task(f"{HERE}:sum_of_targets", 4)
         for number in range(3):

@@ -184,7 +184,9 @@ def test_attention_is_the_one_that_kernels_have():
 def test_rmsnorm_is_the_one_that_kernels_have_and_its_backward_by_hand():
     assert form_2024.get_rmsnorm_autograd_function_pytorch() is RMSNormPyTorch
     assert form_2024.get_rmsnorm_autograd_function_triton() is RMSNorm
-    x, g, dy = torch.randn(4, 7, 20), torch.randn(20), torch.randn(4, 7, 20)
+    x = torch.randn(4, 7, 20)
+    g = torch.randn(20)
+    dy = torch.randn(4, 7, 20)
     for leaf in (x, g):
         leaf.requires_grad_()
     expected = torch.autograd.grad(reference.rms_norm(x, g, 1e-5), (x, g), dy)
