@@ -187,6 +187,8 @@ def _fit_network(
             f"{flat_calls}: no latency and bandwidth explain both; measure again"
         )
     return Network(
+        # All ranks of a calibration are on one node, so both bandwidths are that of the links
+        # inside.
         inside_bytes_per_s=1 / per_byte,
         between_bytes_per_s=1 / per_byte,
         devices_per_node=ranks,

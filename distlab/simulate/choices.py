@@ -190,6 +190,7 @@ def simulated(
         micro_batches=choice.micro_batches,
         bucket_size_mb=choice.bucket_size_mb,
     )
+    # The host launches ahead while the device computes, so the slower of the two decides.
     device_s = replay(step, machine).step_ms / 1e3
     host_s = host_time(len(step.operators), len(step.calls))
     return max(device_s, host_s)

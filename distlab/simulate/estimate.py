@@ -131,6 +131,8 @@ def estimate_step(
             ranks, or a number of micro-batches that the schedule does not take.
     """
     strategy = get_strategy(name)
+    # Ranks that share sequences hold the same parameters, and average their gradients with the
+    # others.
     averaging = ranks // (layout.tensor * layout.pipeline)
     # Ranks of tensor parallelism are neighbours. The strategy's groups stride over them.
     network = machine.network.across(layout.tensor) if layout.tensor > 1 else machine.network
@@ -265,6 +267,7 @@ class Stage(NamedTuple):
         if action.kind == "F":
             return self.compute.forward + self.sent
         backward = self.compute.backward / (2 if splits else 1)
+        # The gradient of a weight, `W`, needs no message: its inputs are on the rank already.
         return backward + (self.returned if action.kind == "B" else 0.0)
 
 
@@ -301,6 +304,7 @@ def stage_time(
         for operator in operators:
             seconds[operator.phase] += times * device.seconds(operator)
             count += times
+    # Gradients that a strategy copies into its buffers.
     copied = shape.num_parameters
     if DTYPES[dtype] is not None:
         # Linear layers write their gradients into the buffers themselves (`model.ops.linear`).

@@ -179,6 +179,7 @@ class EventLog(CollectiveRecorder):
         before = len(self.calls)
         super()._record(name, args, result)
         group = self._sending_to
+        # A collective of all ranks needs no group, and one that blocks has no handle of ours.
         if len(self.calls) == before or group is None or group.size() == dist.get_world_size():
             return
         ranks = dist.get_process_group_ranks(group)

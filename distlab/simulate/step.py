@@ -153,6 +153,7 @@ def simulate_step(
         calls = tuple(log.calls[calls_before[-1] :])
         memory = tuple(log.memory[moments_before[-1] :])
         wrapper.close(restore=False)
+        # Inside the recording, so that their finalizers still find the log.
         del step, wrapper, optimizer
     return SimulatedStep(
         world_size=world_size,
