@@ -322,6 +322,7 @@ class Checkpointer:
             CheckpointError: there are checkpoints, and none can be used.
             OtherFormat: another version of this program wrote the newest.
         """
+        # Before any checkpoint is read: what is left under a temporary name is never one.
         removed = self._on_main(lambda: self._own_folder().clean())
         if removed:
             self.progress(f"removed what an interrupted write left: {', '.join(removed)}")

@@ -31,6 +31,7 @@ def model_state(model: ParallelModel) -> list[Shard]:
     for shard in model.shards():
         held.append(model.located(shard).like(f"model/{shard.name}", shard.tensor))
     for name, buffer in _persistent_buffers(model.module):
+        # Every rank holds all of a buffer. `portion` then lets each rank store a part.
         held.append(whole(f"model/{name}", buffer))
     return held
 

@@ -46,6 +46,7 @@ def contexts(keep: str) -> tuple[Any, Any]:
             number = matmuls[context.is_recompute]
             keeps = number % 2 == 0 if every_other else MATMULS[number] in kept
             matmuls[context.is_recompute] += 1
+        # torch.compile may overrule PREFER, and never MUST.
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

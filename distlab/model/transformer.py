@@ -320,6 +320,7 @@ class TransformerLM(nn.Module):
         device, dtype = first.device, first.dtype
         if device.type == "meta":
             return
+        # A generator of its own, so that neither the global one nor what was drawn before matters.
         generator = torch.Generator(device=device).manual_seed(seed)
         # 2·L branches add to the stream. Their variances add up to that of one with 0.02.
         residual_std = 0.02 / math.sqrt(2 * self.config.num_layers)

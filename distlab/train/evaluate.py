@@ -47,6 +47,7 @@ def validation_loss(
     # fp64: a sum over millions of tokens in fp32 would lose the last digits.
     totals = torch.zeros(2, dtype=torch.float64, device=context.device)  # of losses, of tokens
     was_training = wrapper.training
+    # Without dropout, whose draws would make the loss differ from run to run.
     wrapper.eval()
     for number in range(rounds):
         numbers = mine[number * batch : (number + 1) * batch]
