@@ -104,7 +104,9 @@ PIPELINES = {  # ranks of each of their stages send other things
     "bucketed": ["pp2-zero-bubble", "pp2-interleaved,tp2"],
     "fsdp": ["pp2-interleaved,tp2", "pp2,cp2-ring"],
 }
-DEEP, RANKS, MICRO_BATCHES = replace(CONFIG, num_layers=4), 8, 2
+DEEP = replace(CONFIG, num_layers=4)
+RANKS = 8
+MICRO_BATCHES = 2
 
 
 @pytest.mark.parametrize("strategy", PIPELINES)
