@@ -42,10 +42,10 @@ def draw_step_times(records: Records, path: Path) -> None:
 
     Whiskers reach from p20 to p80 of the step.
 
-    Compute is `local`'s step without its optimizer. Causes have the length that the trace gives
-    them. The overhead of a row without a trace, or whose account does not close, is one grey part,
-    `not explained`. The number is the median step. A bar may reach beyond it, where a cause is
-    offset by a negative one, such as compute that is faster.
+    Compute is `local`'s step without its optimizer, less what the row saves of it. Causes have the
+    length that the trace gives them. The overhead of a row without a trace, or whose account does
+    not close, is one grey part, `not explained`. The number is the median step. A bar may reach
+    beyond it, where the trace shows more than was measured without it.
     """
     timed = [record for record in records if is_number(record.metrics.get("step_p50_ms"))]
     local = local_row(timed)
@@ -77,18 +77,23 @@ def draw_step_times(records: Records, path: Path) -> None:
 
 def _step_parts(metrics: Mapping[str, Any], local: Mapping[str, Any]) -> dict[str, float]:
     """Divide a row's median step into the parts of its bar, in ms."""
-    # Each row keeps its own optimizer time, because sharded strategies update only a part. So the
-    # rest, which the causes explain, is forward, backward and communication beyond local's.
     compute = local["step_p50_ms"] - local["optimizer_p50_ms"]
-    optimizer = metrics["optimizer_p50_ms"]
-    rest = metrics["step_p50_ms"] - optimizer - compute
-    bar = {"compute": compute, "optimizer": optimizer} | dict.fromkeys(CAUSES, 0.0)
-    if metrics.get("overhead_closes"):
-        for text, name in CAUSES.items():
-            # A bar cannot have a negative part. The other causes then reach beyond the median step.
-            bar[text] = max(metrics.get(name) or 0.0, 0.0)
-            rest -= bar[text]
-    return bar | {NOT_EXPLAINED: max(rest, 0.0)}
+    if not metrics.get("overhead_closes"):
+        # Each row keeps its own optimizer time, because sharded strategies update only a part.
+        optimizer = metrics["optimizer_p50_ms"]
+        rest = metrics["step_p50_ms"] - optimizer - compute
+        bar = {"compute": compute, "optimizer": optimizer} | dict.fromkeys(CAUSES, 0.0)
+        return bar | {NOT_EXPLAINED: max(rest, 0.0)}
+    # The optimizer's time by the trace: by the clock it includes idle time, which is a cause.
+    optimizer = local["optimizer_p50_ms"] + (metrics.get("overhead_optimizer_ms") or 0.0)
+    bar = {"compute": compute, "optimizer": optimizer}
+    for text, name in CAUSES.items():
+        ms = metrics.get(name) or 0.0
+        # A bar cannot have a negative part. It is a part of `local`'s compute that this row saves,
+        # such as copies that only `local` makes.
+        bar["compute"] += min(ms, 0.0)
+        bar[text] = max(ms, 0.0)
+    return bar | {NOT_EXPLAINED: max(metrics["overhead_unexplained_ms"], 0.0)}
 
 
 VIEW = View(

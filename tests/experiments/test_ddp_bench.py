@@ -430,13 +430,20 @@ def test_bars_do_not_invent_causes():
         "overhead_exposed_ms": 30.0,
         "overhead_copies_ms": 4.0,
     }
-    closed = columns._step_parts(row | {"overhead_closes": True}, local)
+    account = {"overhead_closes": True, "overhead_unexplained_ms": 6.0}
+    closed = columns._step_parts(row | account, local)
     assert (
         closed["compute"] == 90.0
         and closed["exposed communication"] == 30.0
         and closed["copies"] == 4.0
     )
     assert closed["not explained"] == 6.0 and sum(closed.values()) == 140.0
+    # Compute that is 8 ms faster and an optimizer with 5 ms less work shorten their own parts. The
+    # clock's optimizer time has idle time in it, which counts once.
+    saving = {"overhead_slowdown_ms": -8.0, "overhead_optimizer_ms": -5.0, "overhead_idle_ms": 13.0}
+    saved = columns._step_parts(row | account | saving | {"optimizer_p50_ms": 18.0}, local)
+    assert (saved["compute"], saved["slower compute"], saved["optimizer"]) == (82.0, 0.0, 5.0)
+    assert sum(saved.values()) == 140.0
     for metrics in (row, row | {"overhead_closes": False}):
         parts = columns._step_parts(metrics, local)
         assert parts["not explained"] == 40.0 and parts["exposed communication"] == 0.0
