@@ -79,24 +79,22 @@ def train(context, training, layout, strategy):
     finally:
         torch.set_default_dtype(torch.float32)
     first: list[Piece] = []
+    losses = []
     step = TrainStep(model, optimizer, loss_in_head, max_grad_norm=training.max_norm)
     finish = model.finish_gradient_synchronization
 
     def finish_and_note():
         finish()
         model.gradients()  # under ZeRO-1 shards' gradients are pointed at where they arrived
-        if not first:
-            first.extend(
-                pieces(
-                    model, lambda shard: shard.tensor.grad if shard.tensor.numel() else shard.tensor
-                )
+        if not losses:  # under ZeRO-2 each micro-batch of the first step adds to them
+            first[:] = pieces(
+                model, lambda shard: shard.tensor.grad if shard.tensor.numel() else shard.tensor
             )
 
     model.finish_gradient_synchronization = finish_and_note
     axes, device = layout.axes(context.group), context.device
     rows = ROWS // axes.batch_ranks
     mine = slice(axes.batch_rank * rows, (axes.batch_rank + 1) * rows)
-    losses = []
     for number in range(STEPS):
         batches = [
             tuple(each[mine].to(device) for each in batch) for batch in training.batches(number)
