@@ -158,10 +158,11 @@ def test_states_are_divided(shape, ranks):
         name: step_memory(
             shape, batch=1, context=4, strategy=STRATEGIES[name], world_size=ranks, precision="fp32"
         ).before_step.states
-        for name in ("local", "bucketed", "sharded-optimizer", "zero1", "fsdp")
+        for name in ("local", "bucketed", "sharded-optimizer", "zero1", "zero2", "fsdp")
     }
     assert states["local"] == states["bucketed"] == 16 * parameters
     assert states["zero1"] == 8 * parameters + 8 * math.ceil(parameters / ranks)
+    assert states["zero2"] == 4 * parameters + 12 * math.ceil(parameters / ranks)
     assert states["fsdp"] == 16 * (len(vectors) * shape.d_model + rows)
     assert states["zero1"] <= states["sharded-optimizer"] <= states["local"]
 
