@@ -1079,6 +1079,12 @@ REFUSALS = (
         "were not zeroed since the last finish_gradient_synchronization",
         lambda case: case.regime.zero == "never",
     ),
+    # Its backward waits for buckets, and another rank has raised "became ready twice" instead.
+    Refusal(
+        ("zero2",),
+        LOST.pattern,
+        lambda case: case.regime.backwards > 1 or _used_in_several_checkpoints(case),
+    ),
     Refusal(
         FULLY_SHARDED,
         "no backward has brought a matrix its gradient",

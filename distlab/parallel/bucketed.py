@@ -23,7 +23,7 @@ buckets in other ways.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -136,7 +136,7 @@ class BucketedDDP(DataParallel):
             super()._adopt(index)
 
     def _end_step(self) -> None:
-        self.exchange.note_means(self.trainable[index] for index in self.step.freed)
+        self.exchange.end_step([self.trainable[index] for index in self.step.freed])
         super()._end_step()
 
     def _recover(self) -> None:
@@ -269,8 +269,12 @@ class AllReduce:
     def finish(self, bucket: "GradientBucket") -> None:
         """Put the mean into the bucket, if it has arrived elsewhere."""
 
-    def note_means(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note that these parameters, whose gradients were freed, have a mean."""
+    def end_step(self, freed: Sequence[nn.Parameter]) -> None:
+        """Note that all means have arrived.
+
+        Args:
+            freed: parameters whose gradient was freed. They have a mean all the same.
+        """
 
     def has_mean(self, parameter: nn.Parameter) -> bool:
         """Return whether any rank has made a gradient of this parameter, after finish."""

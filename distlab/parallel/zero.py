@@ -1,4 +1,4 @@
-"""ZeRO stage 1: reduce-scatter the gradients, step a slice, all-gather the parameters.
+"""ZeRO stages 1 and 2: reduce-scatter the gradients, step a slice, all-gather the parameters.
 
     compute        │ forward │ backward ───────────────── │   │ step 1/N │            │ forward …
     communication  │         │  reduce-scatter b0 │ b1 │ … bn │          │ all-gather │
@@ -11,6 +11,13 @@ The optimizer's state, and the work of its step, are divided by the number of ra
 is sent twice: a reduce-scatter and an all-gather are the two halves of the all-reduce they replace
 (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 sec. 5.1 and 7.1).
+
+With `shard_gradients=True` (stage 2) a rank keeps its slice of the mean, and the gradients of a
+bucket are freed when it has been sent (`ReduceScatterAndFree`):
+
+    bucket 0   │ filled │ being sent │ freed
+    bucket 1            │ filled     │ being sent │ freed
+    bucket 2                         │ filled     │ …
 
 With `overlap_gather=True` the all-gather runs under the next forward:
 
@@ -56,6 +63,11 @@ class ZeroOptimizer(LocalOptimizer):
     shard and leftovers elsewhere. So it must be zeroed before every step's first backward, the norm
     is clipped by `clip_grad_norm_` here, and other edits belong inside
     `elementwise_gradient_edits()`. Everything else raises.
+
+    With `shard_gradients=True`, `.grad` is None after finish, and the shards have the means
+    (`ddp.gradients()`). A finish after each micro-batch adds to them: each is sent, and no full
+    gradient is kept. Inside `no_sync()` full gradients are kept as without it. Zero by `zero_grad`
+    of this optimizer or of the wrapper: that of the module does not reach the shards.
 
     Parameters. By default `step()` waits until they are whole. With `overlap_gather=True` it
     returns while they are being gathered. Then each child of an `nn.ModuleList` waits before its
@@ -355,7 +367,7 @@ class ReduceScatterAndFree(ReduceScatter):
         self._means: dict[GradientBucket, Tensor] = {}  # sums of the slices that have arrived
         self._arriving: dict[GradientBucket, Tensor] = {}
         self._last_sent: GradientBucket | None = None
-        self._parameters: set[nn.Parameter] = set()  # those that have a mean
+        self._with_mean: set[nn.Parameter] = set()
         self._was_stepped = False  # since the means were zeroed
 
     def start(self, ddp: BucketedDDP, bucket: GradientBucket) -> Work:
@@ -389,14 +401,14 @@ class ReduceScatterAndFree(ReduceScatter):
         else:
             self._means[bucket] = arrived
 
-    def note_means(self, parameters: Iterable[nn.Parameter]) -> None:
-        """See `AllReduce.note_means`."""
-        self._parameters.update(parameters)
+    def end_step(self, freed: Sequence[nn.Parameter]) -> None:
+        """See `AllReduce.end_step`."""
+        self._with_mean.update(freed)
         self._last_sent = None
 
     def has_mean(self, parameter: nn.Parameter) -> bool:
         """See `AllReduce.has_mean`."""
-        return parameter in self._parameters
+        return parameter in self._with_mean
 
     def mean_slice(self, bucket: GradientBucket) -> Tensor | None:
         """See `ReduceScatter.mean_slice`."""
@@ -407,7 +419,7 @@ class ReduceScatterAndFree(ReduceScatter):
         self._was_stepped = False
         if set_to_none:
             self._means.clear()
-            self._parameters.clear()
+            self._with_mean.clear()
         else:
             for mean in self._means.values():
                 mean.zero_()

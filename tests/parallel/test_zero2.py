@@ -9,6 +9,7 @@ from torch import nn
 
 from distlab.comm import collectives
 from distlab.measure import CollectiveRecorder
+from distlab.model.ops import gradient_target
 from distlab.parallel import BucketedDDP, ZeroOptimizer
 from tests.parallel.cases import CASES, build, drawn
 from tests.parallel.test_contract import on_two_ranks
@@ -97,6 +98,43 @@ def test_gradients_are_freed_bucket_by_bucket(context):
     optimizer.step()
     optimizer.zero_grad()
     assert not wrapper.gradients().every()
+
+
+class Written(torch.autograd.Function):
+    """A linear layer that writes its weight's gradient to its target, as ours does on a GPU."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        target = gradient_target(ctx.weight)
+        torch.mm(dy.t(), x, out=target)
+        return dy @ ctx.weight, target.view_as(target)
+
+
+@on_two_ranks
+def test_a_gradient_is_written_to_memory_that_is_allocated_for_it(context):
+    module = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(4)])
+    wrapper = BucketedDDP(module, bucket_size_mb=SMALL, process_group=context.group)
+    ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.1, shard_gradients=True)
+    assert len(wrapper.buckets) == 4
+    found = []
+    for written in (False, True):
+        wrapper.zero_grad()
+        x = drawn(context.rank, 3, 4).requires_grad_()
+        for layer in module:
+            x = Written.apply(x, layer.weight) if written else layer(x)
+        x.square().mean().backward()
+        wrapper.finish_gradient_synchronization()
+        found.append([gradient.clone() for gradient in wrapper.gradients().every()])
+    assert all(map(torch.equal, *found))
+    wrapper.close()
+    assert not any("gradient_target" in parameter.__dict__ for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("by", ["optimizer", "wrapper"])
