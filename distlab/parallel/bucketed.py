@@ -349,6 +349,12 @@ class GradientBucket:
         self.views: list[Tensor] = []
         self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []  # of the views
         self._stays = stays
+        # Functions that allocate the memory when a gradient is computed. They stay behind when the
+        # module is copied or saved.
+        self._makers: list[checks.Attached] = []
+        for position in range(0 if stays else len(self.parameters)):
+            make = partial(_view_of, weakref.ref(self), position)
+            self._makers.append(checks.Attached(make))
         self._used: UsedFlags | None = None
         self.work: Any = None
         if stays:
@@ -423,14 +429,9 @@ class GradientBucket:
             for position in self._used.used_elsewhere():
                 self.parameters[position].grad = self.views[position]
         self.missing = len(self.parameters)
-        for position, parameter in enumerate(self.parameters):
-            if self._stays:
-                parameter.gradient_target = self.views[position]
-            else:
-                # Memory is allocated when the gradient is computed. The function stays behind when
-                # the module is copied or saved.
-                make = partial(_view_of, weakref.ref(self), position)
-                parameter.gradient_target = checks.Attached(make)
+        targets = self.views if self._stays else self._makers
+        for parameter, target in zip(self.parameters, targets, strict=True):
+            parameter.gradient_target = target
 
 
 def _view_of(reference: "weakref.ref[GradientBucket]", position: int) -> Tensor | None:

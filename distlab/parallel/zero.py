@@ -503,10 +503,10 @@ class Slices(Placement):
         # Muon also asks for the matrices of other ranks. A parameter without elements has a step to
         # count.
         if start < stop or parameter.ndim == 2 or parameter.numel() == 0:
-            place = plan.place(position, rank)
-            self._parts[bucket].append(
-                _Part(parameter, value, slice(place, place + stop - start), shape)
-            )
+            first = plan.place(position, rank)
+            # The number of an element gives the view of a scalar, a slice that of a vector.
+            place = first if value.ndim == 0 else slice(first, first + stop - start)
+            self._parts[bucket].append(_Part(parameter, value, place))
         self.starts[parameter] = start
         first = start if parameter.is_contiguous() else None
         self.shard_of[parameter] = Shard(name, parameter.shape, first, value)
@@ -536,7 +536,7 @@ class Slices(Placement):
             if own is not self._viewed.get(bucket):
                 self._viewed[bucket] = own
                 for part in parts:
-                    part.mean = None if own is None else own[part.place].view(part.shape)
+                    part.mean = None if own is None else own[part.place]
             for part in parts:
                 part.shard.grad = part.mean if self._exchange.has_mean(part.parameter) else None
 
@@ -583,15 +583,13 @@ class _Part:
     Attributes:
         parameter: the whole parameter.
         shard: this rank's elements of it.
-        place: their place in this rank's slice of the bucket.
-        shape: shape of the shard.
+        place: index of these elements in this rank's slice of the bucket.
         mean: the shard's gradient, a view of the slice of the mean; None before the first.
     """
 
     parameter: nn.Parameter
     shard: nn.Parameter
-    place: slice
-    shape: torch.Size | tuple[int, ...]
+    place: slice | int
     mean: Tensor | None = None
 
 
