@@ -59,6 +59,7 @@ class GPUSpec:
     hbm_bandwidth: float
     nvlink_bandwidth: float
     pcie_bandwidth: float
+    # A mapping has no hash, and caches (`simulate.estimate`) take specifications as keys.
     peak: Mapping[str, float] = field(hash=False)
     source: str
     fp32_lanes_per_sm: int = 128
@@ -77,6 +78,7 @@ class GPUSpec:
 
         A multiply-add reads three operands. `gpu_lessons --parts levels` measures one.
         """
+        # One 4-byte register per lane and clock.
         return self.sms * self.fp32_lanes_per_sm * 4 * self.clock
 
     @property
@@ -94,6 +96,7 @@ class GPUSpec:
 
 def _tera(**peaks: float) -> Mapping[str, float]:
     """Return peaks by dtype, given in TFLOP/s, in FLOP/s."""
+    # Read-only, because `replace` lets variants share the mapping.
     return MappingProxyType({dtype: value * TERA for dtype, value in peaks.items()})
 
 
@@ -311,6 +314,7 @@ class ClusterSpec:
     def between(self) -> float:
         """Bytes per second that a GPU sends to other hosts while all GPUs of its host do."""
         host = self.card_bytes_per_s * self.cards_per_host
+        # GPUs of a host share its cards evenly. An oversubscribed switch passes on a part of that.
         return host / self.gpus_per_host / self.oversubscription
 
 
@@ -402,6 +406,7 @@ def cluster(text: str) -> ClusterSpec:
         raise ValueError(
             f"{gpus} GPUs do not fill hosts of {each}; nearest: {name}:{near}, or {name}:HOSTSxGPUS"
         )
+    # Fewer GPUs than a host has are one smaller host, whose cards the call below scales.
     hosts = -(-gpus // each)  # rounded up
     return cluster(f"{name}:{hosts}x{min(gpus, each)}")
 
@@ -447,6 +452,7 @@ def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
     spec = lookup(device_name)
     if spec is None:
         return None
+    # "" is no dtype's name, so integers and others have no peak.
     name = _DTYPE_NAMES.get(dtype, "") if isinstance(dtype, torch.dtype) else dtype
     return spec.peak.get(name)
 

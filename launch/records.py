@@ -251,8 +251,9 @@ def measure(
             continue
         made = ROOT / RUNS / commit / case.experiment / case.run
         folders = {case.experiment: made}
-        for part in made.glob("parts/*"):  # parts have views of their own
-            folders[part.name] = part
+        # Parts have views of their own. Of a part without a row there are only pictures.
+        for records in made.glob("parts/*/records.json"):
+            folders[records.parent.name] = records.parent
         for experiment, folder in folders.items():
             name = f"{experiment}/{case.run}"
             file = file_of(name, into)

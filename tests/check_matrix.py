@@ -229,7 +229,10 @@ class Wrapped(nn.Module):
         before: Callable[["Wrapped"], None] = lambda wrapped: None,
     ):
         super().__init__()
-        self.module, self.group, self.finish, self.before = module, group, finish, before
+        self.module = module
+        self.group = group
+        self.finish = finish
+        self.before = before
         self.calls = 0  # forwards in this step
         self.steps = 0
         self.kept: dict[str, Tensor] = {}
@@ -602,7 +605,8 @@ def exchanged(wrapped: Wrapped) -> None:
     """Send two layers of equal shape in another order on the last rank."""
     order = [parameter for _, parameter in trained(wrapped.module)]
     if wrapped.group.rank() == wrapped.group.size() - 1:
-        order[0], order[1], order[2], order[3] = order[2], order[3], order[0], order[1]
+        # Weight and bias of the first layer against those of the second.
+        order[:4] = order[2:4] + order[:2]
     for parameter in order:
         mean("", parameter.grad, wrapped.group)
 
@@ -910,11 +914,10 @@ def strategy_of(case: Case) -> Strategy:
     return as_strategy(case.name, case.wrap)
 
 
-FACTORIES = {
-    f"{case.model.__name__}_{dtype}": partial(case.model, DTYPES[dtype])
-    for case in CASES.values()
-    for dtype in DTYPES
-}
+FACTORIES = {}
+for _case in CASES.values():
+    for _name, _dtype in DTYPES.items():
+        FACTORIES[f"{_case.model.__name__}_{_name}"] = partial(_case.model, _dtype)
 globals().update(FACTORIES)  # so that they have names of the form package.module:function
 
 
@@ -932,12 +935,19 @@ def judge(context: Any, names: list[str], dtype: str) -> list[Any]:
 
 
 def chosen(ranks: int, dtype: str, part: str = "") -> list[str]:
-    """Return the names of the cases for so many ranks in this dtype."""
-    return [
-        name
-        for name, case in CASES.items()
-        if dtype in case.dtypes and ranks >= case.least_ranks and part in name
-    ]
+    """Return the names of the cases for this number of ranks in this dtype.
+
+    Args:
+        ranks: number of ranks.
+        dtype: name in `DTYPES`.
+        part: part of the names.
+    """
+    names = []
+    for name, case in CASES.items():
+        runs_here = dtype in case.dtypes and ranks >= case.least_ranks
+        if runs_here and part in name:
+            names.append(name)
+    return names
 
 
 def outcome(case: Case, dtype: str, verdict: Any) -> tuple[str, str]:
@@ -963,9 +973,11 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--only", default="", help="part of the names of cases")
     options = parser.parse_args()
-    rows, failed, total = [], 0, 0
+    failed = 0
+    total = 0
     for ranks in options.ranks:
         for dtype in options.dtypes:
+            rows = []
             names = chosen(ranks, dtype, options.only)
             verdicts = run_ranks(judge, ranks, names, dtype, deadline_s=1800.0)[0]
             for name, verdict in zip(names, verdicts, strict=True):
@@ -974,7 +986,6 @@ def main() -> int:
                 failed += said.isupper() or "MISNAMED" in said
                 total += 1
             print(tabulate(rows, ("case", "dtype", "ranks", "verdict", "name")), flush=True)
-            rows = []
     print(f"{total} cases, {failed} missed, accused or misnamed")
     return int(failed > 0)
 

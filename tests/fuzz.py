@@ -76,7 +76,9 @@ STRATEGIES = (
 FULLY_SHARDED = ("fsdp", "hsdp")
 ON_A_MESH = ("bucketed-two-level", "hsdp")
 BUCKETS_MB = (1e-5, 1e-4, 1e-3, 25.0)  # 10 bytes, 104 bytes, 1 kB, torch's default
-BATCH, LENGTH, VOCABULARY = 2, 3, 7
+BATCH = 2  # sequences of a micro-batch
+LENGTH = 3  # tokens of a sequence
+VOCABULARY = 7
 MOST_FAILURES = 5  # after which the command ends
 # what gloo says of a peer that does not come
 LOST = re.compile("[Tt]imeout|Timed out|Connection closed")
@@ -484,7 +486,9 @@ class Root(nn.Module):
         return module
 
     def _module(self, part: Part, children: list[nn.Module]) -> nn.Module:
-        kind, form, width = part.kind, part.form, self.case.width
+        kind = part.kind
+        form = part.form
+        width = self.case.width
         if kind == "linear":
             self._linears.append(nn.Linear(width, width, bias=form != "no-bias"))
             return self._linears[-1]
@@ -504,11 +508,12 @@ class Root(nn.Module):
             return nn.Sequential(*children)
         if kind == "list":
             return Listing(form, children)
-        if kind in ("around", "answer"):
-            return {"around": Around, "answer": Answer}[kind](form, *children)
-        return {"matrix": Matrix, "norm": Norm, "listed": Listed, "reads": Reads, "idle": Idle}[
-            kind
-        ](form, width)
+        if kind == "around":
+            return Around(form, *children)
+        if kind == "answer":
+            return Answer(form, *children)
+        classes = {"matrix": Matrix, "norm": Norm, "listed": Listed, "reads": Reads, "idle": Idle}
+        return classes[kind](form, width)
 
     def forward(self, x: Tensor) -> Any:
         case = self.case
@@ -635,7 +640,10 @@ class OneProcess:
     """
 
     def __init__(self, case: Case, world_size: int, rank: int, zeros: Sequence[Set[str]] = ()):
-        self.case, self.rank, self.zeros, self.trace = case, rank, zeros, Trace()
+        self.case = case
+        self.rank = rank
+        self.zeros = zeros
+        self.trace = Trace()
         self.modules = {each: Root(case, case.seed) for each in range(world_size)}
         # through which a rank's forward goes
         self.models: dict[int, nn.Module] = dict(self.modules)
@@ -844,13 +852,19 @@ class OnRanks(OneProcess):
     """One rank's part of a training under a strategy."""
 
     def __init__(self, case: Case, strategy: str, context: RankContext):
-        self.case, self.rank, self.zeros, self.trace = case, context.rank, (), Trace()
-        self.strategy, self.context = get_strategy(strategy), context
+        self.case = case
+        self.rank = context.rank
+        self.zeros = ()
+        self.trace = Trace()
+        self.strategy = get_strategy(strategy)
+        self.context = context
         self.modules = {context.rank: Root(case, case.seed + context.rank)}
         self.prepare()
 
     def prepare(self) -> None:
-        group, ranks, mesh = self.context.group, self.context.world_size, None
+        group = self.context.group
+        ranks = self.context.world_size
+        mesh = None
         if self.strategy.takes_mesh:  # of two shard groups, where the ranks are even in number
             mesh = hybrid_mesh(group, 1 if ranks % 2 else ranks // 2)
         how = Wrapping(process_group=group, mesh=mesh, bucket_size_mb=self.case.regime.bucket_mb)
@@ -936,7 +950,9 @@ class Late:
     under_way: ClassVar[set["Late"]] = set()
 
     def __init__(self, work: Any, copies: Sequence[Tensor], target: Tensor, sent: Tensor):
-        self._work, self._copies, self.target = work, copies, target
+        self._work = work
+        self._copies = copies
+        self.target = target
         self.sent = (sent, sent.detach().clone())
         self.under_way.add(self)
 
@@ -1430,8 +1446,12 @@ def run_jobs(
 
 
 def jobs_of(cases: Iterable[Case], strategies: Sequence[str]) -> list[Job]:
-    """Every case under every strategy, as it allows."""
-    return [Job(as_allowed(case, strategy), strategy) for case in cases for strategy in strategies]
+    """Return every case under every strategy, changed to what the strategy allows."""
+    jobs = []
+    for case in cases:
+        for strategy in strategies:
+            jobs.append(Job(as_allowed(case, strategy), strategy))
+    return jobs
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,7 +1,8 @@
 """Run every test that needs a GPU, on all GPUs of this machine: `python3 -m tests.gpu`.
 
 It needs no installation. Arguments are options of pytest, such as `-k overlap`. Tests that time a
-GPU or measure its memory have it for themselves, after the others.
+GPU or measure its memory have it for themselves, after the others. Those that time several GPUs
+come last.
 """
 
 import os
@@ -39,7 +40,14 @@ SHARING = [
     f"{min(12, os.cpu_count())}",
     *(f"--deselect={each}" for each in ALONE),
 ]
-SEVERAL = ["-m", "multigpu", "-n", f"{min(6, os.cpu_count())}"]  # each has up to eight ranks
+TIMED_ON_SEVERAL = "tests/trace/test_injected_gpu.py"
+SEVERAL = [
+    "-m",
+    "multigpu",
+    "-n",
+    f"{min(6, os.cpu_count())}",  # each has up to eight ranks
+    f"--ignore={TIMED_ON_SEVERAL}",
+]
 NOTHING_SELECTED = 5
 # Print the stacks after 90 s, for kernels that never end.
 STUCK = ["-o", "faulthandler_timeout=90"]
@@ -54,14 +62,14 @@ def lanes(gpus: int) -> list[list[list[str]]]:
     return [*([each] for each in sharing), [alone, SEVERAL]]
 
 
-def run(arguments: list[str], gpu: int) -> tuple[int, Counter[str]]:
-    """Run pytest once, on this GPU, or on all if the tests need several.
+def run(arguments: list[str], gpu: int | None) -> tuple[int, Counter[str]]:
+    """Run pytest once on this GPU, or on all of them if it is None.
 
     Returns:
         Its exit code, and how many tests had which outcome.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if arguments[: len(SEVERAL)] != SEVERAL:
+    if gpu is not None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2").split(",")
         environment["CUDA_VISIBLE_DEVICES"] = visible[gpu]
     with tempfile.TemporaryDirectory(prefix="distlab-") as folder:
@@ -94,15 +102,17 @@ def main(options: list[str]) -> int:
     planned = lanes(gpus)
 
     def run_lane(gpu: int) -> list[tuple[int, Counter[str]]]:
-        return [run([*arguments, *options], gpu) for arguments in planned[gpu]]
+        return [
+            run([*arguments, *options], None if arguments is SEVERAL else gpu)
+            for arguments in planned[gpu]
+        ]
 
-    total = Counter()
-    codes = set()
     with ThreadPoolExecutor(len(planned)) as pool:
-        for results in pool.map(run_lane, range(len(planned))):
-            for code, counts in results:
-                codes.add(code)
-                total += counts
+        results = [result for lane in pool.map(run_lane, range(len(planned))) for result in lane]
+    if gpus > 1:
+        results.append(run([TIMED_ON_SEVERAL, *options], None))
+    codes = {code for code, _ in results}
+    total = sum((counts for _, counts in results), Counter())
     failed = total["failures"] + total["errors"]
     devices = Counter(torch.cuda.get_device_name(gpu) for gpu in range(gpus))
     print(

@@ -196,12 +196,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
     if args.workers < 1:
         p.error(f"--workers {args.workers}: at least one")
-    of_category = [m for m in MUTATIONS if m.category in args.category]
-    chosen = [
-        m
-        for m in of_category
-        if any(text in m.name or text in m.file for text in args.only or [""])
-    ]
+    texts = args.only or [""]
+    chosen = []
+    for mutation in MUTATIONS:
+        is_named = any(text in mutation.name or text in mutation.file for text in texts)
+        if mutation.category in args.category and is_named:
+            chosen.append(mutation)
     if not chosen:
         print(f"no mutation's name or file has {args.only}; --list shows them", file=sys.stderr)
         return 2

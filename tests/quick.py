@@ -15,8 +15,10 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -32,50 +34,86 @@ ALWAYS = ("tests/test_architecture.py", "tests/test_mutations.py")
 
 
 def changed() -> list[str]:
-    """Files that differ from HEAD, or that git does not know yet."""
-    listed = (
+    """Return the files that differ from HEAD, and those that git does not know yet."""
+    files = []
+    for arguments in (
         ["diff", "--name-only", "--diff-filter=d", "HEAD"],
         ["ls-files", "--others", "--exclude-standard"],
-    )
-    said = (
-        subprocess.run(["git", *each], cwd=ROOT, capture_output=True, text=True, check=True)
-        for each in listed
-    )
-    return [file for each in said for file in each.stdout.splitlines()]
+    ):
+        listed = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        files += listed.stdout.splitlines()
+    return files
 
 
-def near(file: str) -> Iterator[tuple[int, str, str]]:
-    """(how near, file of tests, expression of `-k`) of what may notice a fault in this file."""
+class Near(NamedTuple):
+    """Tests that may notice a fault in a file.
+
+    Attributes:
+        rank: distance from the file. 0 is the file itself.
+        tests: file of tests.
+        words: expression of `-k`. "" for all tests of that file.
+    """
+
+    rank: int
+    tests: str
+    words: str
+
+
+@dataclass
+class Candidate:
+    """A function of tests that may run.
+
+    Attributes:
+        name: file and name of the function, as pytest writes them.
+        rank: smallest distance of its items, see `Near`.
+        seconds: seconds of all its items.
+        nodes: items.
+    """
+
+    name: str
+    rank: int
+    seconds: float
+    nodes: list[str] = field(default_factory=list)
+
+
+def near(file: str) -> Iterator[Near]:
+    """Yield the tests that may notice a fault in this file."""
     path = Path(file)
     if re.fullmatch(r"tests/(.*/)?test_\w+\.py", file):
-        yield 0, file, ""
+        yield Near(0, file, "")
     for mutation in MUTATIONS:
         if mutation.file == file:
             name, *options = mutation.tests
-            yield (
-                1,
-                name.split("::")[0],
-                options[1] if options[:1] == ["-k"] else name.partition("::")[2],
-            )
+            tests, _, words = name.partition("::")
+            if options[:1] == ["-k"]:
+                words = options[1]
+            yield Near(1, tests, words)
     if path.suffix == ".md":
-        yield 2, "tests/test_pages.py", path.name
+        yield Near(2, "tests/test_pages.py", path.name)
+    if path.suffix != ".py":
+        return
+    # A test's folder mirrors that of the module, without the name of the package.
     inside = Path(*path.parts[1 if path.parts[0] in ("distlab", "docs") else 0 :])
     mirrors = Path("tests", inside.parent)
-    for test in sorted((ROOT / mirrors).glob("test_*.py")) if path.suffix == ".py" else []:
-        name = test.relative_to(ROOT).as_posix()
-        yield (2 if inside.stem.strip("_") in test.stem else 3), name, ""
+    for test in sorted((ROOT / mirrors).glob("test_*.py")):
+        has_its_name = inside.stem.strip("_") in test.stem
+        yield Near(2 if has_its_name else 3, test.relative_to(ROOT).as_posix(), "")
     module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    is_helper = file.startswith("tests/")
     for name, imported in imports().items():
-        if path.suffix == ".py" and module in imported:
-            yield 2 if file.startswith("tests/") else 3, name, ""
+        if module in imported:
+            yield Near(2 if is_helper else 3, name, "")
 
 
 @cache
 def imports() -> dict[str, set[str]]:
-    """File of tests → modules that it imports, and names in them."""
+    """Return file of tests → modules that it imports, and names in them."""
     found = {}
     for test in sorted((ROOT / "tests").rglob("test_*.py")):
-        names = found[test.relative_to(ROOT).as_posix()] = set()
+        names = set()
+        found[test.relative_to(ROOT).as_posix()] = names
         for node in ast.walk(ast.parse(test.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module:
                 names |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
@@ -86,16 +124,19 @@ def imports() -> dict[str, set[str]]:
 
 def matches(expression: str, node: str) -> bool:
     """Return True if pytest's `-k` would choose this item."""
-    words = re.sub(
-        r"[^\s()]+",
-        lambda word: word[0] if word[0] in ("and", "or", "not") else str(word[0] in node),
-        expression,
-    )
-    return not expression or eval(words)
+    if not expression:
+        return True
+
+    def answer(word: re.Match[str]) -> str:
+        """Return an operator as it is, and for a text whether the item has it."""
+        text = word[0]
+        return text if text in ("and", "or", "not") else str(text in node)
+
+    return eval(re.sub(r"[^\s()]+", answer, expression))
 
 
 def collected(files: Sequence[str]) -> list[str]:
-    """The items of these files that this machine can run."""
+    """Return the items of these files that this machine can run."""
     listing = io.StringIO()
     with redirect_stdout(listing):
         pytest.main(
@@ -105,27 +146,35 @@ def collected(files: Sequence[str]) -> list[str]:
 
 
 def chosen(files: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Items to run, and functions that are left out, for changes of these files."""
+    """Return the items to run for changes of these files, and the functions that are left out."""
     costs = json.loads(COSTS.read_text(encoding="utf-8"))
-    wanted = [(0, name, "") for name in ALWAYS] + [each for file in files for each in near(file)]
-    functions: dict[str, tuple[int, float, list[str]]] = {}  # function → nearness, seconds, items
-    for node in collected(sorted({name for _, name, _ in wanted})):
-        found = [
-            rank
-            for rank, name, words in wanted
-            if node.startswith(f"{name}::") and matches(words, node)
-        ]
-        if found:
-            function = node.partition("[")[0]
-            rank, seconds, nodes = functions.get(function, (9, costs.get(function, 0.0), []))
-            functions[function] = min(rank, *found), seconds + ITEM_S, [*nodes, node]
-    run, left, spent = [], [], 0.0
-    for function, (_, seconds, nodes) in sorted(functions.items(), key=lambda item: item[1][:2]):
-        if seconds <= MOST_S and spent + seconds <= BUDGET_S:
-            spent += seconds
-            run += nodes
+    wanted = [Near(0, name, "") for name in ALWAYS]
+    for file in files:
+        wanted += near(file)
+    functions: dict[str, Candidate] = {}
+    for node in collected(sorted({each.tests for each in wanted})):
+        ranks = []
+        for each in wanted:
+            if node.startswith(f"{each.tests}::") and matches(each.words, node):
+                ranks.append(each.rank)
+        if not ranks:
+            continue
+        name = node.partition("[")[0]  # without its parameters
+        if name not in functions:
+            functions[name] = Candidate(name, min(ranks), costs.get(name, 0.0))
+        function = functions[name]
+        function.rank = min(function.rank, *ranks)
+        function.seconds += ITEM_S
+        function.nodes.append(node)
+    run, left = [], []
+    spent_s = 0.0
+    # The nearest first, and of these the fastest.
+    for function in sorted(functions.values(), key=lambda each: (each.rank, each.seconds)):
+        if function.seconds <= MOST_S and spent_s + function.seconds <= BUDGET_S:
+            spent_s += function.seconds
+            run += function.nodes
         else:
-            left.append(f"{function} ({seconds:.0f} s)")
+            left.append(f"{function.name} ({function.seconds:.0f} s)")
     return run, left
 
 

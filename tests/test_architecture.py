@@ -107,11 +107,11 @@ def violations(module, source, *, is_package=False):
     A package's `__init__` goes by the package's name.
     """
     tree = ast.parse(source)
-    found = [
-        f"{module}:{line} imports {target}: {reason}"
-        for line, target in _imports(tree, module, is_package)
-        if (reason := _forbidden(module, target))
-    ]
+    found = []
+    for line, target in _imports(tree, module, is_package):
+        reason = _forbidden(module, target)
+        if reason:
+            found.append(f"{module}:{line} imports {target}: {reason}")
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Call)
@@ -217,7 +217,11 @@ def _imports(tree, module, is_package):
 
 
 def _modules():
-    for path in sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py")):
+    """Yield (dotted name, path) of every module of the layers."""
+    paths = []
+    for layer in LAYERS:
+        paths += (ROOT / layer).rglob("*.py")
+    for path in sorted(paths):
         parts = path.relative_to(ROOT).with_suffix("").parts
         yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
@@ -231,18 +235,17 @@ def test_imports_follow_the_design():
         "distlab.comm.context",
         "kernels.cost",
     } <= modules.keys()
-    found = [
-        line
-        for module, path in modules.items()
-        for line in violations(module, path.read_text(), is_package=path.name == "__init__.py")
-    ]
+    found = []
+    for module, path in modules.items():
+        is_package = path.name == "__init__.py"
+        found += violations(module, path.read_text(), is_package=is_package)
     assert not found, "\n".join(found)
 
 
 def test_no_strategy_is_known_by_its_name():
-    named = [
-        line for module, path in _modules() for line in strategies_named(module, path.read_text())
-    ]
+    named = []
+    for module, path in _modules():
+        named += strategies_named(module, path.read_text())
     assert not named, "\n".join(named)
     assert strategies_named("distlab.theory.volume", "x = strategy == 'zero1'")
     assert strategies_named("distlab.train.config", "TRAINABLE = ('bucketed', 'fsdp')")
@@ -296,12 +299,12 @@ def private_names(sources: list[str]) -> set[str]:
                 if node.attr not in own or is_torchs:
                     found.add(f".{node.attr}")
     # `torch._C` alone is the beginning of a longer path, which is found as well.
-    return {
-        name
-        for name in found
-        if name.startswith((".", "torch."))
-        and not any(other.startswith(f"{name}.") for other in found)
-    }
+    longest = set()
+    for name in found:
+        is_beginning = any(other.startswith(f"{name}.") for other in found)
+        if name.startswith((".", "torch.")) and not is_beginning:
+            longest.add(name)
+    return longest
 
 
 def _if_private(path: str) -> str:
@@ -313,7 +316,9 @@ def test_contributing_lists_the_private_names_of_torch():
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = page.partition("## Private names of torch")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| `")]
-    listed = [name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    listed = []
+    for row in rows:
+        listed += re.findall(r"`([^`]+)`", row.split("|")[1])
     assert len(listed) == len(set(listed))
     assert set(listed) == private_names([path.read_text() for _, path in _modules()])
 

@@ -62,11 +62,10 @@ def names_of_mistakes(context, names):
 
 def test_every_mistake_gets_its_name():
     found = run_ranks(names_of_mistakes, 2, list(NAMED), deadline_s=120)[0]
-    wrong = {
-        name: found[name]
-        for name, right in NAMED.items()
-        if not all(right in text for text in found[name])
-    }
+    wrong = {}
+    for name, right in NAMED.items():
+        if not all(right in text for text in found[name]):
+            wrong[name] = found[name]
     # each rank has a whole model
     alone = {name for name, mistake in MISTAKES.items() if mistake.layout.ranks == 1}
     assert NAMED.keys() == alone - {SLOW} and not wrong and all(found.values())
@@ -218,7 +217,9 @@ class FlatShards(nn.Module):
 
     def __init__(self, module, group, ranks):
         super().__init__()
-        self.module, self.group, self.ranks = module, group, ranks
+        self.module = module
+        self.group = group
+        self.ranks = ranks
         self.shapes = {}
         for name, parameter in module.named_parameters():
             dist.broadcast(parameter.data, 0, group)
@@ -347,10 +348,11 @@ def test_the_state_of_the_optimizer_is_compared(ranks):
     cases = [("with_statistics", wrap, "adamw") for wrap in WITH_STATE]
     cases += [("tied", "zero1", "rmsprop"), ("mlp", "fsdp", "NAdam"), ("mlp", "bucketed", "asgd")]
     found = run_ranks(with_optimizer, ranks, cases, deadline_s=200)[0]
+    kinds = {"adamw": 3, "rmsprop": 2, "NAdam": 4, "asgd": 4}  # of state, for each parameter
     for (model, wrap, optimizer), verdict in zip(cases, found, strict=True):
-        assert verdict.right, f"{model} under {wrap}, {optimizer}: {verdict}"
-        kinds = {"adamw": 3, "rmsprop": 2, "NAdam": 4, "asgd": 4}[optimizer]
-        assert verdict.states == kinds * verdict.tensors, f"{wrap}, {optimizer}: {verdict}"
+        row = f"{model} under {wrap}, {optimizer}: {verdict}"
+        assert verdict.right, row
+        assert verdict.states == kinds[optimizer] * verdict.tensors, row
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -742,7 +744,9 @@ def sum_of_targets():
 
 def norms_over_targets():
     """Return the relative difference of norms in the first step, of 2 ranks × 3 micro-batches."""
-    means, total, count = {}, {}, 0
+    means = {}  # name → sum of the micro-batches' mean gradients
+    total = {}  # name → sum of the gradients over all targets
+    count = 0  # targets
     for rank in range(2):
         task = own_task(f"{HERE}:sum_of_targets", 4)
         for number in range(3):

@@ -52,7 +52,9 @@ class TwoHeads(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body, self.early, self.last = nn.Linear(6, 8), nn.Linear(8, 5), nn.Linear(8, 5)
+        self.body = nn.Linear(6, 8)
+        self.early = nn.Linear(8, 5)
+        self.last = nn.Linear(8, 5)
         self.calls = 0
 
     def forward(self, x):
@@ -219,7 +221,9 @@ never_in_time = reducing(check_matrix.unreduced)
 class WithDropout(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.drop, self.last = nn.Linear(6, 12), nn.Dropout(0.5), nn.Linear(12, 5)
+        self.first = nn.Linear(6, 12)
+        self.drop = nn.Dropout(0.5)
+        self.last = nn.Linear(12, 5)
 
     def block(self, x):
         return self.drop(self.first(x).tanh())

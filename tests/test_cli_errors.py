@@ -163,14 +163,14 @@ def be_command_that_starts_no_rank(command):
 @pytest.mark.parametrize("name", ["ddp_bench", "train", "check"])
 def test_a_command_has_one_thread_when_its_ranks_start_and_forks_them(tmp_path, name):
     """A thread of our own would make every rank import torch again, which takes seconds."""
-    command = {
+    commands = {
         "ddp_bench": ["run", "ddp_bench"],
         "train": ["train"],
         "check": ["check", "tests.test_check:mlp", "--strategy=flat"],
-    }[name]
+    }
     said = tmp_path / "said"
     process = forked(
-        ["-m", "launch", *command, "--nproc=2", "--backend=gloo"],
+        ["-m", "launch", *commands[name], "--nproc=2", "--backend=gloo"],
         said,
         said,
         be_command_that_starts_no_rank,

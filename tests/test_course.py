@@ -130,9 +130,8 @@ def wrapped(rank, device):
         is_fsdp = isinstance(model, FSDP)
         tolerance = {"rtol": 1e-5, "atol": 1e-6}  # sums over tokens in two orders
         if is_fsdp:
-            held, whole = (
-                sum(parameter.numel() for parameter in each.parameters()) for each in (model, base)
-            )
+            held = sum(parameter.numel() for parameter in model.parameters())
+            whole = sum(parameter.numel() for parameter in base.parameters())
             assert held < whole
             if model.compute_dtype is torch.float16:
                 # a ReLU near zero may differ; test_fsdp_models.py is exact
@@ -185,7 +184,9 @@ def test_attention_is_the_one_that_kernels_have():
 def test_rmsnorm_is_the_one_that_kernels_have_and_its_backward_by_hand():
     assert form_2024.get_rmsnorm_autograd_function_pytorch() is RMSNormPyTorch
     assert form_2024.get_rmsnorm_autograd_function_triton() is RMSNorm
-    x, g, dy = torch.randn(4, 7, 20), torch.randn(20), torch.randn(4, 7, 20)
+    x = torch.randn(4, 7, 20)
+    g = torch.randn(20)
+    dy = torch.randn(4, 7, 20)
     for leaf in (x, g):
         leaf.requires_grad_()
     expected = torch.autograd.grad(reference.rms_norm(x, g, 1e-5), (x, g), dy)

@@ -165,8 +165,10 @@ def parser_of(arguments):
         if answers_in_words(arguments):
             return arithmetic.parser()
         return load(arguments[1]).EXPERIMENT.parser()
-    if arguments[0] in ("runs", "compare"):
-        return {"runs": runs.runs_parser, "compare": runs.compare_parser}[arguments[0]]()
+    if arguments[0] == "runs":
+        return runs.runs_parser()
+    if arguments[0] == "compare":
+        return runs.compare_parser()
     modules = {
         "train": trainer,
         "sample": sample,

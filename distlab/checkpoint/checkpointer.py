@@ -193,6 +193,7 @@ class Checkpointer:
         sizes = [-(-values.nbytes // 8) * 8 for values in sources]
         total = sum(sizes)
         if self._host.numel() < total:
+            # Only pinned memory is copied to while the host goes on.
             self._host = host_memory(total, pinned=device.type == "cuda")
         places = self._host[:total].split(sizes)
         staged = []
@@ -203,6 +204,8 @@ class Checkpointer:
         if device.type != "cuda":
             return staged, lambda: None
         event = torch.cuda.Event()
+        # Behind the copies on the compute stream. Kernels of the next step, which change the
+        # parameters, come after them in that stream.
         event.record()
         return staged, event.synchronize
 
@@ -276,6 +279,7 @@ class Checkpointer:
         try:
             self._on_main(lambda: self._own_folder().begin(step))
             mine = self._on_all_ranks(write_mine)
+            # Rank 0 needs the hashes of all files for the marker.
             written = collectives.gather_objects(mine, self._group)
             self._on_main(complete)
         except Exception as error:
@@ -293,6 +297,7 @@ class Checkpointer:
             ) from None
         self.last_saved = step
         self._known_good.add(step)
+        # Only after the new checkpoint is complete, so that there is always one to resume from.
         self._on_main(lambda: self._own_folder().prune(self.keep, self._known_good))
 
     def _own_folder(self) -> CheckpointFolder:
@@ -317,6 +322,7 @@ class Checkpointer:
             CheckpointError: there are checkpoints, and none can be used.
             OtherFormat: another version of this program wrote the newest.
         """
+        # Before any checkpoint is read: what is left under a temporary name is never one.
         removed = self._on_main(lambda: self._own_folder().clean())
         if removed:
             self.progress(f"removed what an interrupted write left: {', '.join(removed)}")
@@ -459,5 +465,6 @@ def host_memory(count: int, *, pinned: bool) -> Tensor:
         runtime = torch.cuda.cudart()
         status = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         torch.cuda.check_error(int(status))
+        # Pages that stay registered cannot be pinned again at the same address.
         weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
     return memory

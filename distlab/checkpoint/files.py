@@ -36,6 +36,7 @@ from distlab.parallel.shard import Box
 Content = Mapping[str, Any]  # fields of a marker
 FORMAT = 3  # version of the form of checkpoints
 MARKER = "checkpoint.json"
+# At least eight digits, and no zeros in front of more: one name for each step.
 _NAME = re.compile(r"step_(\d{8}|[1-9]\d{8,})", re.ASCII)
 _FILE = re.compile(r"rank_\d+_\d+\.bin", re.ASCII)  # cannot lead out of the folder
 _KEY = re.compile(r"model/.+|optimizer/[^/]+/.+|rng/\d+/[^/]+", re.ASCII)
@@ -150,6 +151,7 @@ class CheckpointFolder:
         final = self.path_of(step)
         body = {"format": FORMAT, "step": step, **content}
         check_marker(body, final.name)
+        # After the check and over all other fields. `open` takes it out again before it compares.
         body["digest"] = digest_of(body)
         text = json.dumps(body)
         too_large = f"its marker would have {len(text)} bytes, more than {LARGEST_MARKER}"
@@ -158,10 +160,13 @@ class CheckpointFolder:
             marker.write(text)
             marker.flush()
             os.fsync(marker.fileno())
+        # Names of files are entries of their folder. Without this flush a crash could leave it
+        # without them.
         sync_folder(temporary)
         aside = self.path / f".tmp-replaced-{final.name}"
         if final.exists():  # damaged, or the same step written again after a restart
             _remove(aside)
+            # A folder cannot be renamed onto one that is not empty.
             final.rename(aside)
         temporary.rename(final)
         sync_folder(self.path)
@@ -407,6 +412,7 @@ def _check_places(files: Content, tensors: Content) -> None:
         for _, count, name, offset, *_ in entry["parts"]:
             places.append((name, offset, count * bytes_per_element, key))
     ends = dict.fromkeys(files, 0)  # first byte of each file that the parts so far do not cover
+    # By file, and by offset inside it: each part must begin where the one before it ends.
     for name, offset, size, key in sorted(places):
         _require(
             offset == ends[name],
@@ -449,6 +455,7 @@ def _is_box(value: Any, shape: Sequence[int]) -> bool:
 
 
 def _is_count(value: Any) -> bool:
+    # JSON's `true` is an instance of int in Python.
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
 
 
@@ -512,6 +519,7 @@ def check_files(stored: Stored, rank: int = 0, world_size: int = 1) -> None:
         Damaged: a file differs. The message names the first one.
     """
     check_sizes(stored)
+    # Sorted, so that all ranks divide the same list.
     own_files = sorted(stored.content["files"].items())[rank::world_size]
     for name, written in own_files:
         path = stored.path / name

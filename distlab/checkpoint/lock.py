@@ -73,6 +73,7 @@ class Holder:
             host=socket.gethostname(),
             machine=_machine(),
             pid=pid,
+            # With the start time, because the system uses process ids again.
             started=_start_of(pid),
             since=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
             token=uuid.uuid4().hex,
@@ -94,6 +95,7 @@ class Holder:
         if self.machine != _machine():
             return None
         try:
+            # Signal 0 is not sent. The call only checks that the process exists.
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
@@ -157,6 +159,7 @@ class RunLock:
         taken = False
         try:
             os.write(file, self._content)
+            # Flushed, so that other machines can read whom the lock names.
             os.fsync(file)
             # The lock that was read above may have been released and taken again meanwhile. Then
             # the chain does not lead to this file.
@@ -232,6 +235,7 @@ class RunLock:
             return True
         if alive is None:
             # Not visible from here: wait for a touch.
+            # Another holder: start to count again.
             if self._watched is None or self._watched[0] != content:
                 self._watched = (content, touched, time.monotonic())
             _, first_touched, first_seen = self._watched
@@ -271,6 +275,7 @@ def hold(
         FolderIsHeld, OSError: see `RunLock.try_take`. All ranks raise the same error.
     """
     lock = RunLock(folder) if context.is_main else None
+    # Rank 0 decides, and all ranks leave the loop in the same round.
     for attempt in itertools.count():
         answer: bool | Exception = False
         if lock is not None:
@@ -302,6 +307,7 @@ def _read(path: Path) -> tuple[bytes, int] | None:
         # Opened, and not only looked up, because NFS asks the server only then.
         with open(path, "rb") as file:
             touched = os.fstat(file.fileno()).st_mtime_ns
+            # A lock has some 300 bytes. The limit keeps a wrong file from filling the memory.
             return file.read(1 << 16), touched
     except FileNotFoundError:
         return None

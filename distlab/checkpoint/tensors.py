@@ -72,9 +72,11 @@ def _write_file(path: Path, shards: Sequence[Shard]) -> tuple[dict[str, Any], In
     digest = hashlib.sha256()
     offset = 0  # of the next shard, in bytes
     indices = []
+    # "x": the temporary folder is new, so a file of this name would be another writer's.
     with open(path, "xb") as file:
         for shard in shards:
             values = shard.values
+            # Bytes, because NumPy has no bfloat16.
             data = values.view(torch.uint8).numpy()
             parts = []
             for box, start, held in shard.places():
@@ -165,6 +167,7 @@ def _read_range(
     end = min(start + count, begin + wanted.numel())
     if first < end:
         values = _values(stored, key, file_name, offset, first - start, end - start)
+        # Copies to the device, and converts if the dtypes differ.
         wanted[first - begin : end - begin].copy_(values)
 
 
@@ -210,6 +213,7 @@ def _shared(
     """
     sizes_here = [last - first for first, last in box]
     sizes_there = [last - first for first, last in there]
+    # In pieces, because the coordinates take 8 bytes per element and dimension.
     for first in range(0, wanted, AT_ONCE):
         here = np.arange(first, min(first + AT_ONCE, wanted))
         # Coordinates of these elements in the other box, and whether they are inside it.
@@ -249,6 +253,7 @@ def _values(
     values = torch.empty(end - first, dtype=dtype)
     with open(path, "rb") as file:
         file.seek(offset + first * dtype.itemsize)
+        # Into the tensor's own memory, without a copy in between.
         bytes_read = file.readinto(values.view(torch.uint8).numpy())
     if bytes_read != values.nbytes:
         raise CheckpointError(f"{path} ends within {key}")

@@ -31,6 +31,7 @@ def model_state(model: ParallelModel) -> list[Shard]:
     for shard in model.shards():
         held.append(model.located(shard).like(f"model/{shard.name}", shard.tensor))
     for name, buffer in _persistent_buffers(model.module):
+        # Every rank holds all of a buffer. `portion` then lets each rank store a part.
         held.append(whole(f"model/{name}", buffer))
     return held
 
@@ -131,6 +132,7 @@ def empty_optimizer_state(
         for kind in kinds:
             key = f"optimizer/{kind}/{shard.name}"
             shape, dtype = stored[key]
+            # A parameter of shape () has state of one number too, which is stored whole.
             if shape == tuple(shard.shape) and len(shape) > 0:
                 value = torch.empty_like(shard.tensor, dtype=dtype, requires_grad=False)
                 found.append(shard.like(key, value))
@@ -157,6 +159,8 @@ def group_options(model: ParallelModel, optimizer: Optimizer) -> list[dict[str, 
     for number, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key not in NOT_STORED}
         names = [name_of.get(id(parameter)) for parameter in group["params"]]
+        # Before the check, because a rank that raised first would leave the others in this
+        # collective.
         held = model.of_all_stages(names)
         if None in held:
             raise ValueError(
@@ -374,6 +378,7 @@ def _restored(saved: Any, live: Any) -> Any:
         return saved  # also 1 where the live option is 1.0
     if isinstance(live, (int, np.integer)) and isinstance(saved, float):
         return saved  # 0.5 does not fit into a class of integers: keep the value
+    # A subclass of a number or of text, such as an enum's member or a NumPy number.
     return type(live)(saved)
 
 
@@ -432,6 +437,7 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def seed_rank(seed: int, rank: int) -> None:
     """Seed every generator of this process, with another seed on each rank, for dropout."""
+    # Not seed + rank, which would give rank 1 of one run the stream of rank 0 of the next.
     mixed = int(np.random.SeedSequence((seed, rank)).generate_state(1)[0])
     random.seed(mixed)
     np.random.seed(mixed)
@@ -485,6 +491,7 @@ def restore_generators(saved: Mapping[str, Tensor]) -> None:
             random.setstate((int(version), words, None if math.isnan(gauss) else gauss))
         if "numpy" in saved:
             *keys, position, has_gauss, cached_gauss = saved["numpy"].tolist()
+            # fp64 held the words, and the generator takes integers of 32 bits.
             key_array = np.array(keys, dtype=np.uint32)
             np.random.set_state(("MT19937", key_array, int(position), int(has_gauss), cached_gauss))
         if "torch" in saved:

@@ -36,6 +36,8 @@ def prepare(group: ProcessGroup) -> None:
         return
     # Not `dist.new_group`: all ranks of the job would have to call it, and it counts groups.
     store = dist.PrefixStore(f"agreement/{group.group_name}", _get_default_store())
+    # The group's own timeout: a rank that is late for an agreement is as late as for the
+    # collective.
     timeout = group._get_backend(torch.device("cpu")).options._timeout
     _connections[group] = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
 
@@ -56,7 +58,9 @@ def agree(group: ProcessGroup | None, doing: str) -> None:
     connection = None if group is None else _connections.get(group)
     if connection is None:
         return
+    # Cut or filled up to one size, because messages of different sizes are what must not meet.
     text = doing.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES)
+    # A bytearray, because `frombuffer` warns about memory that cannot be written.
     mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     gathered = [torch.empty_like(mine) for _ in range(group.size())]
     work = connection.allgather([gathered], [mine])
@@ -88,4 +92,5 @@ def collective(call: str) -> str:
 
 
 def _text_of(message: torch.Tensor) -> str:
+    # The cut may have split a character of several bytes.
     return bytes(message.tolist()).decode(errors="replace").rstrip()

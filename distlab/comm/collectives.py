@@ -97,6 +97,7 @@ def wait(work: Work, group: ProcessGroup, what: str) -> None:
         work.wait()
         return
     try:
+        # An expired wait leaves the collective running, so that it can be waited for again.
         work.wait(LONG_WAIT)
     except RuntimeError:
         # The collective takes longer or has failed. If it has failed, the second wait raises again.
@@ -127,6 +128,7 @@ def side_stream(device: torch.device) -> AbstractContextManager[Any]:
 
 def averages_in_reduction(device: torch.device, group: ProcessGroup) -> bool:
     """Return whether the backend of `device` knows `ReduceOp.AVG` for floating-point tensors."""
+    # By the device's backend, because a group may have gloo for CPUs and NCCL for GPUs.
     return group._get_backend(device).name() == "nccl"
 
 
@@ -361,6 +363,7 @@ def gather_objects(value: Any, group: ProcessGroup, what: str = "exchanging obje
 
 def all_ranks_agree(condition: bool, device: torch.device, group: ProcessGroup) -> bool:
     """Return True on every rank if `condition` is true on all, else False on every rank. Blocks."""
+    # Exact: a sum of ones in fp64.
     return sum_over_ranks(float(condition), device, group) == group.size()
 
 
@@ -382,6 +385,8 @@ def if_it_fits(
     for number in range(times):
         try:
             result = action()
+            # Kernels run later than their launches. Errors of the last ones would surface after the
+            # answer.
             if number == times - 1 and device.type == "cuda":
                 torch.cuda.synchronize(device)
         except (RuntimeError, MemoryError) as error:

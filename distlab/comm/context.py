@@ -105,6 +105,7 @@ class RankEnvironment:
             )
         world_size = _number("WORLD_SIZE", 1, minimum=1)
         rank = _number("RANK", 0, below=("WORLD_SIZE", world_size))
+        # Variables set by hand often leave out those of the host. All ranks are then on this one.
         local_world_size = _number("LOCAL_WORLD_SIZE", world_size, minimum=1)
         local_rank = _number("LOCAL_RANK", rank, below=("LOCAL_WORLD_SIZE", local_world_size))
         return RankEnvironment(
@@ -280,6 +281,7 @@ def rank_context(
         world_size=place.world_size,
         timeout=timeout,
         pg_options=options,
+        # With a device NCCL connects at once, and not in the first collective.
         device_id=chosen if backend == "nccl" else None,
     )
     over = threading.Event()
@@ -303,6 +305,7 @@ def rank_context(
     finally:
         over.set()
         if backend == "nccl":
+            # The watch reads groups, which are destroyed next.
             watch.join()
         if dist.is_initialized():
             dist.destroy_process_group()

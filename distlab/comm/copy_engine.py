@@ -108,6 +108,7 @@ class CopyEngineAllReduce:
         blocks = []
         for rank in range(ranks):
             blocks.append(self._memory.get_buffer(rank, (self.num_bytes,), torch.uint8))
+        # Padding is averaged like gradients, and no gradient ever fills it.
         blocks[self._rank].zero_()
         # For each tensor, its memory on every rank.
         self._replicas: list[list[Tensor]] = []
@@ -130,8 +131,11 @@ class CopyEngineAllReduce:
         Returns:
             An object to `wait()` for.
         """
+        # The gradient is complete when the kernels queued so far are. The host does not wait for
+        # them.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
+            # On the GPU: a peer reads this chunk only when its owner has filled it.
             self._memory.barrier()
             staging = self._staging.view(self.tensors[number].dtype)
             torch.ops.distlab.all_reduce_mean_by_copy(self._replicas[number], staging, self._rank)
@@ -144,6 +148,7 @@ class CopyEngineAllReduce:
             return
         self._in_flight = False
         with torch.cuda.stream(self._stream):
+            # A rank's last push may still be under way to a peer whose own work is done.
             self._memory.barrier()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 

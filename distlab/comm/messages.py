@@ -50,6 +50,7 @@ def all_reduces(context: RankContext, count: int, ctas: int | None = None) -> It
         group = dist.new_group(
             ranks, backend="nccl", pg_options=options, use_local_synchronization=True
         )
+    # Two, so that the next message can start while the last one's tensor is still in use.
     tensors = [torch.zeros(count, device=context.device) for _ in range(2)]
 
     def send(number: int) -> dist.Work:

@@ -40,6 +40,8 @@ def run_rank(
     except ValueError as error:
         print(f"{name}: error: {error}", file=sys.stderr, flush=True)
         return USAGE_ERROR
+    # By default torch starts a thread per core on every rank, and ranks of one host share the
+    # cores.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     # Later garbage collections, ours between variants and Python's own, skip the objects of torch.
     gc.freeze()
@@ -107,6 +109,7 @@ def on_main(context: RankContext, work: Callable[[], Any]) -> Any:
         try:
             mine = work()
         except (OSError, ValueError) as error:
+            # Sent instead of raised, because the other ranks already wait in the gather.
             mine = error
     result = collectives.gather_objects(mine, context.group)[0]
     if isinstance(result, Exception):

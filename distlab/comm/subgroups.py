@@ -75,6 +75,7 @@ def rest(context: RankContext, name: str, busy_ranks: int) -> None:
     arrived = f"rest/{name}"
     done = f"rest/{name}/done"
     if context.rank < busy_ranks:
+        # `add` is atomic, so exactly one rank sees the last number.
         number_of_arrived = store.add(arrived, 1)
         if number_of_arrived == busy_ranks:
             store.set(done, "yes")
@@ -195,6 +196,8 @@ def hybrid_mesh(group: ProcessGroup, shard_size: int | None = None) -> DeviceMes
     if size not in made:
         columns = [list(column) for column in zip(*rows, strict=True)]
         place = ranks.index(dist.get_rank())
+        # All ranks make the groups of columns first, then those of rows: making a group is a
+        # collective.
         replicate = _groups_of_parts(group, columns)[place % size]
         shard = _groups_of_parts(group, rows)[place // size]
         made[size] = [replicate, shard]
@@ -262,6 +265,7 @@ def _ranks_of_a_host(group: ProcessGroup) -> int:
         ValueError: hosts have different numbers of ranks, or the ranks of a host are not
             neighbours.
     """
+    # In rank order, so `groupby` finds runs of neighbours on one host.
     hosts = collectives.gather_objects(socket.gethostname(), group)
     sizes = [len(list(ranks)) for _, ranks in groupby(hosts)]
     sizes_differ = len(set(sizes)) > 1

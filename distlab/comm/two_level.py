@@ -45,6 +45,7 @@ class TwoLevelAllReduce:
         A tensor whose elements the ranks of a shard group do not divide is copied and padded.
         """
         message = Message(tensor, self._groups, self.advance)
+        # Before the new message is in the list: its first step has only just begun.
         self.advance()
         self._in_flight.append(message)
         return message
@@ -92,6 +93,7 @@ class Message:
         # This rank's slice. `chunk` returns a single chunk of a tensor without elements.
         mine = self._padded.chunk(ranks)[shard.rank()] if numel > 0 else flat
         if not collectives.shards_in_place(flat.device, shard):
+            # gloo must not write into the tensor it reads, see `shards_in_place`.
             mine = torch.empty_like(mine)
         yield collectives.reduce_scatter_mean(mine, self._padded, shard), shard
         yield collectives.all_reduce_mean(mine, groups.replicate), groups.replicate
@@ -103,6 +105,7 @@ class Message:
         Returns:
             False if it started the last step.
         """
+        # The computing stream must not wait between the steps, only at the end in `wait`.
         with collectives.side_stream(self._flat.device):
             self._wait_for_step()
             self._work, self._group = next(self._steps)

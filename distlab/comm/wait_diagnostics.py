@@ -92,6 +92,7 @@ def end_when_lost(device: torch.device, timeout_s: float, over: threading.Event)
                 f"rank {rank} lost rank {watched}: it has given no sign of life for "
                 f"{timeout_s:g} s, so it was stopped, or its host is out of reach"
             )
+        # A copy, because the main thread may make or destroy groups meanwhile.
         for group in list(dist.distributed_c10d._world.pg_map):
             if _has_failed(group, device):
                 error = RuntimeError(
@@ -101,7 +102,9 @@ def end_when_lost(device: torch.device, timeout_s: float, over: threading.Event)
                 lost = _explained(error, group, here, NCCL_GRACE_S)
         if lost is not None:
             print(lost, file=sys.stderr, flush=True)
+            # Not `sys.exit`: this is a thread, and the main thread may hang inside CUDA.
             os._exit(1)
+    # Otherwise the previous rank would take the end of this one for its loss.
     _set(f"alive/{rank}", LEFT)
 
 
@@ -183,6 +186,8 @@ def _explained(
             entry = _get(_key(rank))
             if entry:
                 waits[rank] = _Wait(*json.loads(entry))
+        # Each round asks the store for every missing rank. Without a rest, ranks would keep it from
+        # storing entries.
         time.sleep(0.02)
     absent = [rank for rank in others if rank not in waits]
     elsewhere = []

@@ -452,18 +452,38 @@ def _gathered(gather: Callable[..., Any], model: Any) -> dict[str, Any]:
     return {name: each.detach().float().cpu().tolist() for name, each in gather(model).items()}
 
 
+def _workspace_bytes(device: torch.device) -> int:
+    """Return the bytes of cuBLAS's workspaces, after making them.
+
+    cuBLAS takes one for each thread at its first product, and keeps it: in the forward's thread and
+    in the backward's, 64 MiB on an H200.
+    """
+    before = torch.cuda.memory_allocated(device)
+    layer = nn.Linear(64, 64, device=device)
+    # Products with and without a bias, in the dtypes that a wrapper may compute in.
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        weight = layer.weight.to(dtype)
+        x = torch.ones(64, 64, device=device, dtype=dtype)
+        out = nn.functional.linear(x, weight, layer.bias.to(dtype)) + x @ weight
+        out.sum().backward()
+    del layer, weight, x, out
+    gc.collect()
+    return torch.cuda.memory_allocated(device) - before
+
+
 class _Held:
     """Bytes of parameters that a process holds, and the most of them during a forward.
 
-    On a GPU it is what torch has allocated. On a CPU every tensor that is alive counts, once for
-    each storage, if it is as large as a shard or larger. Activations of four examples are smaller
-    than that.
+    On a GPU it is what torch has allocated, without cuBLAS's workspaces. On a CPU every tensor that
+    is alive counts, once for each storage, if it is as large as a shard or larger. Activations of
+    four examples are smaller than that.
     """
 
     SMALLEST = 512  # elements; a shard has at least 64 · 48 / 3
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self.device = device
+        self._workspace_bytes = _workspace_bytes(device) if device.type == "cuda" else 0
         self.most = 0
         self.dtypes: list[str] = []
         self.is_on = False
@@ -502,7 +522,7 @@ class _Held:
         # Tensors in cycles are not held by anything, but still alive.
         gc.collect()
         if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device)
+            return torch.cuda.memory_allocated(self.device) - self._workspace_bytes
         storages = {}
         for each in gc.get_objects():
             # A DTensor has no storage of its own. Its part on this rank is another tensor.

@@ -178,6 +178,7 @@ def time_collective(
     chunk = -(-num_bytes // bytes_per_element)  # rounded up
     case = _case(context, operation, chunk)
 
+    # Values that reveal misplaced chunks serve for one call. Repeated sums of them would overflow.
     case.source.copy_(case.values_to_send())
     case.call()
     error = (case.result - case.expected()).abs_().max().item()
@@ -341,6 +342,7 @@ def disturb(
         timer = PhaseTimer(context.device)
         timer.synchronize()
         timer.start()
+        # Messages first, so that they are in flight when the computation starts.
         works = [send(number) for number in range(messages)]
         timer.mark("queued")
         for _ in range(compute_calls):
@@ -363,6 +365,7 @@ def disturb(
 
     for _ in range(2):
         compute()  # warm-up
+    # Without the first, which may still compile or allocate.
     once_ms = median(alone(1)[1:])
     message_ms = queue_alone(1, times=4)
     calls = max(1, round(least_ms / once_ms))
@@ -385,8 +388,10 @@ def disturb(
         "compute_beside_ms": beside_ms / calls,
         "comm_alone_ms": queue_ms / messages,
         "comm_beside_ms": queue_ms / messages / rate,
+        # Noise can make the computation faster next to messages than alone.
         "compute_rate": min(1.0, alone_ms / beside_ms),
         "communication_rate": rate,
+        # Half of the range, as a percentage: 100 / 2.
         "compute_noise_pct": 50 * compute_range_ms / beside_ms,
     }
 
@@ -398,6 +403,7 @@ def computations(side: int, device: torch.device) -> dict[str, Call]:
         side: rows and columns of the matrices that both use.
         device: device of the matrices.
     """
+    # Most CPUs emulate bf16, and would time the conversions.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a = torch.randn(side, side, device=device).to(dtype)
     b = torch.randn(side, side, device=device).to(dtype)

@@ -136,6 +136,7 @@ class PhaseTimer:
         for marks in self._steps:
             times_ms = {}
             for (_, begin), (phase, end) in itertools.pairwise(marks):
+                # Summed, because a phase of several micro-batches is marked once for each.
                 times_ms[phase] = times_ms.get(phase, 0.0) + elapsed_ms(begin, end)
             _, first = marks[0]
             _, last = marks[-1]
@@ -221,6 +222,7 @@ class Replays:
         """Replay the graph `repeats` times, and return the device's ms per call in each replay."""
         self.graph.replay()  # not timed: the first replay also uploads the graph
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        # N + 1 events around N replays: the end of one is the beginning of the next.
         marks[0].record()
         for mark in marks[1:]:
             self.graph.replay()
@@ -259,6 +261,7 @@ def replayed(
         end.record()
     torch.cuda.current_stream().wait_stream(side)
     end.synchronize()
+    # Of the second run. The first also compiles.
     once_ms = begin.elapsed_time(end)
     min_calls, max_calls = calls
     if once_ms > graph_ms:
@@ -279,6 +282,7 @@ def device_percentiles(run: Call, device: Device, repeats: int) -> dict[str, flo
         repeats: number of timed replays or calls.
     """
     if torch.device(device).type == "cuda":
+        # At least ten calls per graph, because its launch takes as long as some short kernels.
         samples = replayed(run, graph_ms=0.5, calls=(10, 20))(repeats)
     else:
         samples = measure(run, warmup=1, repeats=repeats, device=device)
@@ -312,6 +316,8 @@ def call_ms(run: Call, repeats: int = 5, block_ms: float = 10.0) -> dict[str, li
     run()  # compiles, so its time does not tell how many calls a block takes
     estimate_ms, _ = block(3)
     estimate_ms = max(1e-3, estimate_ms)  # a clock may not advance during a very short call
+    # Below the number of launches that the driver queues: then the host would wait, and `host`
+    # would equal `wall`.
     count = max(1, min(100, int(block_ms / estimate_ms)))
     block(count)  # warm-up
     wall, host = [], []

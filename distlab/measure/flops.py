@@ -76,6 +76,7 @@ class FlopsByCategory(TorchDispatchMode):
 
 def _operations(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
     """Return the number of floating-point operations of one call of an operator."""
+    # By operator and not by overload: variants such as `out` have the same FLOPs.
     formula = flop_registry.get(func._overloadpacket)
     if formula is not None:
         return formula(*args, **kwargs, out_val=result)
@@ -93,6 +94,7 @@ def _operations(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
     if name.startswith(("_fused_adam", "_foreach_")):
         # They take lists of tensors. The first list is the parameters.
         return per_element * sum(tensor.numel() for tensor in tensors_in(args[0]))
+    # Of inputs too: a reduction's result is smaller than the work.
     sizes = [tensor.numel() for tensor in tensors_in((args, result))]
     return per_element * max(sizes, default=0)
 

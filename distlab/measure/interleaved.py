@@ -119,7 +119,9 @@ def paired_ratio(a: Samples, b: Samples) -> Ratio:
     second = _positive(b, "paired_ratio")
     if len(first) != len(second):
         raise ValueError(f"paired_ratio needs pairs, got {len(first)} and {len(second)} samples")
+    # A fixed seed: the same samples give the same interval in every report.
     picks = _picks(len(first), np.random.default_rng(0))
+    # The same picks for both, so that each resample consists of whole pairs.
     return _ratio(first, second, first[picks], second[picks])
 
 
@@ -157,6 +159,7 @@ def own_noise_floor(samples: Samples) -> float | None:
     half = len(samples) // 2
     if half < MIN_PAIRS:
         return None
+    # Even against odd, and not early against late, so that drift does not count as noise.
     return noise_floor(samples[0::2][:half], samples[1::2][:half])
 
 
@@ -167,6 +170,7 @@ def _picks(count: int, generator: np.random.Generator) -> np.ndarray:
 
 def _ratio(first: np.ndarray, second: np.ndarray, firsts: np.ndarray, seconds: np.ndarray) -> Ratio:
     """Return the ratio of two medians. Resamples, one per row, give its interval."""
+    # 2.5 % on either side.
     tail = (100 - CONFIDENCE_PCT) / 2
     ratios = np.median(firsts, axis=1) / np.median(seconds, axis=1)
     low, high = np.percentile(ratios, [tail, 100 - tail])

@@ -72,6 +72,7 @@ def free_bytes(device: torch.device | str, root: Path = Path("/")) -> int | None
     """
     if torch.device(device).type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
+        # Blocks that the caching allocator keeps. The driver counts them as taken.
         reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return free + reserve
     limits = [_available_bytes(root), _control_group_bytes(root)]
@@ -248,6 +249,8 @@ def saved_for_backward(
             undo.callback(before.remove)
             undo.callback(after.remove)
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            # The result holds the graph, and the graph holds the saved tensors until all are
+            # listed.
             kept.append(forward())
     return {
         name: sorted(found[name], key=lambda saved: -saved.bytes) for name in [*blocks, OUTSIDE]
@@ -289,6 +292,7 @@ def _maker(tensor: Tensor) -> str:
             break
         if operation == "ToCopy":
             cast = " (cast)"
+        # None stands for an input that requires no gradient.
         inputs = [inner for inner, _ in node.next_functions if inner is not None]
         if not inputs:
             break

@@ -93,6 +93,7 @@ class MemoryTimeline:
         changes[0.0] = Counter()
         for block in self.allocations:
             changes[block.start_ms][block.category] += block.bytes
+            # A block that outlives the step is clipped to its end, and is not released there.
             if block.end_ms < self.step_ms:
                 changes[block.end_ms][block.category] -= block.bytes
         times = sorted(changes)
@@ -162,6 +163,7 @@ def record_memory(
         phases.mark(phase)
         if phase == "backward":
             gradients = (p.grad for p in parameters_of(model, optimizer) if p.grad is not None)
+            # Now, because the optimizer's step may free gradients and reuse their addresses.
             held.after_backward = _addresses(gradients, "gradients")
 
     with recording_trace(device, memory=True) as profiler:
@@ -325,6 +327,7 @@ def _lifetimes(
     unknown_freed_bytes = 0
     for event in changes:
         size, address = event["args"]["Bytes"], event["args"]["Addr"]
+        # Trace times are in µs.
         moment = min(max((event["ts"] - begin_us) / 1e3, 0.0), step_ms)
         if address in open_blocks:
             # Either it is freed, or it was freed before without an event (the CPU's allocator
@@ -427,4 +430,5 @@ def allocator_history(path: AnyPath, max_entries: int = MAX_ENTRIES) -> Iterator
         yield
         torch.cuda.memory._dump_snapshot(str(path))
     finally:
+        # Recording costs time in every later allocation of this process.
         torch.cuda.memory._record_memory_history(enabled=None)

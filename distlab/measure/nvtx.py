@@ -208,6 +208,7 @@ class _Ranges:
 
     def _mark(self) -> None:
         """Note that nodes from now on belong to the range that is the innermost now, if any."""
+        # Nodes made after a closed range belong to the range around it.
         innermost = self._open[-1] if self._open else ""
         self._marks.append((torch.autograd._get_sequence_nr(), innermost))
 
@@ -294,6 +295,7 @@ def _put_ranges_around_ops(module: nn.Module, name: str, ranges: _Ranges, undo: 
         if function is not field.default and callable(function):
             named[field.name] = wrapped(field.name, function)
     undo.callback(setattr, module, "ops", ops)
+    # A copy for this module only. The record may be shared by all modules.
     module.ops = dataclasses.replace(ops, **named)
 
 
@@ -350,6 +352,7 @@ def _put_ranges_around_messages(model: nn.Module, ranges: _Ranges, undo: ExitSta
     for name in MESSAGES:
         function = getattr(collectives, name)
         undo.callback(setattr, collectives, name, function)
+        # Strategies call `collectives.name`, which looks the function up at each call.
         setattr(collectives, name, wrapped(name, function))
     finish = "finish_gradient_synchronization"
     if hasattr(model, finish):

@@ -50,6 +50,7 @@ class Pace:
         now = self.clock()
         if self.done == 1:
             self._first_done_at = now
+        # The end is not said: the result of the loop follows it.
         if self.done == self.total or now - self._said_at < self.every_s:
             return
         self._said_at = now

@@ -72,6 +72,7 @@ def check_work(loss: Tensor, gradients: Iterable[Tensor | None] | None = None) -
         )
     if gradients is None:
         return
+    # In fp32, where the squares of fp16 gradients neither overflow nor vanish.
     norms = [torch.linalg.vector_norm(g.detach().float()) for g in gradients if g is not None]
     total = math.sqrt(sum(float(norm) ** 2 for norm in norms))
     if not norms or total == 0:

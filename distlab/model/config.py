@@ -99,6 +99,7 @@ def checkpoint_group(choice: Checkpointing) -> int:
     if isinstance(choice, str) and (choice in RECOMPUTATION or ":" in choice):
         return 1
     if isinstance(choice, str):
+        # Behind "every-".
         size = int(choice[6:]) if re.fullmatch(r"every-[0-9]+", choice) else 0
     else:
         size = choice
@@ -160,6 +161,7 @@ class ModelConfig:
             sizes.append("num_kv_heads")
         for name in sizes:
             value = getattr(self, name)
+            # `True` is an int in Python.
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r}: must be a positive integer; give 1 or more")
         if self.d_model % self.num_heads:
@@ -204,6 +206,7 @@ class ModelConfig:
         With torch's operations and few logits the loss is computed outside. In the head, FSDP would
         also keep the head's weight.
         """
+        # 4 bytes per logit in fp32. The batch is not known here, so one sequence decides.
         return self.ops != "torch" or 4 * self.context_length * self.vocab_size > LOGITS_AT_ONCE
 
     @property

@@ -66,6 +66,7 @@ def llama_tensors(model: TransformerLM) -> dict[str, Tensor]:
         if layer.startswith("blocks."):
             _, number, layer = layer.split(".", 2)
             prefix = f"model.layers.{number}."
+        # Contiguous, as are parts of its rows: safetensors stores no strides.
         tensor = parameter.detach().float().cpu()
         names = LLAMA[layer]
         if len(names) == 1:

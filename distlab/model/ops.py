@@ -88,7 +88,10 @@ def naive_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
     T, D = q_BHTD.shape[-2:]
     if k_BHTD.shape[1] != q_BHTD.shape[1]:
         shared_by = q_BHTD.shape[1] // k_BHTD.shape[1]
+        # Neighbouring query heads share a head, so repeats are neighbours: 0 0 1 1, not 0 1 0 1.
         k_BHTD, v_BHTD = (x.repeat_interleave(shared_by, dim=1) for x in (k_BHTD, v_BHTD))
+    # Divided by √D, because a dot product of D independent unit normals has that standard
+    # deviation.
     scores_BHTT = q_BHTD @ k_BHTD.transpose(-2, -1) / math.sqrt(D)
     # True above the diagonal: the keys that come after a query.
     future_TT = torch.ones(T, T, dtype=torch.bool, device=q_BHTD.device).triu(diagonal=1)
@@ -154,6 +157,7 @@ class _MixedRMSNorm(torch.autograd.Function):
 
 def sdpa(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
     """Compute causal attention by torch's fused kernels. Keys and values may have fewer heads."""
+    # Fewer of torch's kernels take `enable_gqa`, so it is set only where heads are shared.
     shared = k_BKTD.shape[1] != q_BHTD.shape[1]
     return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=shared)
 
@@ -335,10 +339,12 @@ class _LateLinear(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         x, cast = ctx.saved_tensors
         weight, put_off = ctx.late
+        # Only noted here. The schedule calls it later, in time that would otherwise be idle.
         put_off(weight, partial(_weight_gradient, weight, dy, x))
         dx = None
         if ctx.needs_input_grad[0]:
             dx = (dy @ cast).to(ctx.x_dtype)
+        # No gradient for the weight: `put_off` delivers it.
         return dx, None, None
 
 
@@ -363,6 +369,7 @@ def rope_tables(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tenso
     )
     angles = positions_T[:, None] * (theta**-exponents)[None, :]
     cos, sin = angles.cos(), angles.sin()
+    # x_i takes −sin of its partner and x_{i+D/2} takes +sin, see `rope`.
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
@@ -406,6 +413,7 @@ def linear_cross_entropy(x_BTd: Tensor, weight_Vd: Tensor, targets_BT: Tensor) -
 
     Very many logits are computed in chunks by this lab's kernel.
     """
+    # Bytes of all logits in fp32.
     if 4 * targets_BT.numel() * weight_Vd.shape[0] > LOGITS_AT_ONCE:
         return _triton_linear_cross_entropy(x_BTd, weight_Vd, targets_BT)
     return cross_entropy(linear(x_BTd, weight_Vd), targets_BT)

@@ -37,6 +37,7 @@ def contexts(keep: str) -> tuple[Any, Any]:
     matmuls = Counter()
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        # Higher-order operators have no schema, and are recomputed.
         name = operator._schema.name if hasattr(operator, "_schema") else ""
         keeps = name in ATTENTION and "attention" in kept
         # The matmuls of a block run in a fixed order, so a count tells which one this is. The
@@ -45,6 +46,7 @@ def contexts(keep: str) -> tuple[Any, Any]:
             number = matmuls[context.is_recompute]
             keeps = number % 2 == 0 if every_other else MATMULS[number] in kept
             matmuls[context.is_recompute] += 1
+        # torch.compile may overrule PREFER, and never MUST.
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -320,7 +320,9 @@ class TransformerLM(nn.Module):
         device, dtype = first.device, first.dtype
         if device.type == "meta":
             return
+        # A generator of its own, so that neither the global one nor what was drawn before matters.
         generator = torch.Generator(device=device).manual_seed(seed)
+        # 2·L branches add to the stream. Their variances add up to that of one with 0.02.
         residual_std = 0.02 / math.sqrt(2 * self.config.num_layers)
         for name, shape in self._shapes.items():
             parameter = held.get(name)
@@ -345,6 +347,8 @@ class TransformerLM(nn.Module):
         query_heads = (config.num_heads,)
         qkv_heads = (config.num_heads, config.kv_heads, config.kv_heads)
         columns = Split(0, (config.d_ff,), 1, "columns of the feed-forward layer")
+        # Column-parallel matrices are cut by outputs (dimension 0), row-parallel ones by inputs
+        # (1). Source: Shoeybi et al. 2019, "Megatron-LM", sec. 3.
         rows_of = {
             "attention.qkv": Split(0, qkv_heads, width, "attention heads"),
             "attention.output": Split(1, query_heads, width, "attention heads"),
@@ -385,6 +389,7 @@ class TransformerLM(nn.Module):
             # `del self.blocks[number]` would renumber the others.
             del self.blocks._modules[str(number)]
         if not has_first:
+            # None, and not deleted: `forward` and wrappers still find the attribute.
             self.embedding = None
         if not has_last:
             self.norm = self.head = None

@@ -176,9 +176,12 @@ def render_for_terminal(records: Records, columns: Sequence[Column], width: int 
 def _short_cell(column: Column, record: Record) -> str:
     """Return a cell for a terminal: one line of at most `LONGEST_CELL` characters."""
     text = for_terminal(" ".join(_cell(column, record).split()))
-    if len(text) > LONGEST_CELL:
-        return text[: LONGEST_CELL - 1] + "…"
-    return text
+    if len(text) <= LONGEST_CELL:
+        return text
+    # Names such as `package.module:function` differ at their end, and sentences at their beginning.
+    if " " not in text:
+        return "…" + text[1 - LONGEST_CELL :]
+    return text[: LONGEST_CELL - 1] + "…"
 
 
 def _broken_titles(titles: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:

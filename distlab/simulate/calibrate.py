@@ -60,6 +60,7 @@ def calibrate(
     _check_complete(measured, steps)
     local = steps["local"]
     update = _operators(local, update=True)
+    # Seconds without the launches, which the model adds to every operator again.
     update_s = measured["local"]["optimizer_p50_ms"] / 1e3 - len(update) * launch_s
     update_bytes = sum(operator.bytes for operator in update)
     # So many FLOP per second that only bytes count, until they are fitted.
@@ -135,6 +136,8 @@ def _fit_both(
     def takes_longer(bytes_per_s: float) -> bool:
         return _total_seconds(fitted(bytes_per_s), second_operators) > second_s
 
+    # Operators of forward and backward reach more or less of the memory's bandwidth than the
+    # optimizer's long pass, but not by a factor of four.
     low = device.bytes_per_s / 4
     high = device.bytes_per_s * 4
     if not takes_longer(low) or takes_longer(high):
@@ -175,6 +178,7 @@ def _fit_network(
     naive_volume = _volume(naive, ranks)
     flat_volume = _volume(flat, ranks)
     determinant = naive_calls * flat_volume - flat_calls * naive_volume
+    # The determinant is not 0: naive has more calls than flat for nearly the same volume.
     latency = (naive_s * flat_volume - flat_s * naive_volume) / determinant
     per_byte = (naive_calls * flat_s - flat_calls * naive_s) / determinant
     if latency < 0 or per_byte <= 0:
@@ -183,6 +187,8 @@ def _fit_network(
             f"{flat_calls}: no latency and bandwidth explain both; measure again"
         )
     return Network(
+        # All ranks of a calibration are on one node, so both bandwidths are that of the links
+        # inside.
         inside_bytes_per_s=1 / per_byte,
         between_bytes_per_s=1 / per_byte,
         devices_per_node=ranks,
@@ -220,12 +226,14 @@ def _fit_contention(
     alone_s = sum(
         network.seconds(call.bytes, step.world_size, operation=call.op) for call in step.calls
     )
+    # Communication under backward cannot be faster than alone. Noise can make it look so.
     comm_rate = min(1.0, 1e3 * alone_s / comm_ms)
 
     def slow_enough(compute_rate: float) -> bool:
         tried = Machine(device, network, (compute_rate, comm_rate))
         return replay(step, tried).overhead_ms >= overhead_ms
 
+    # A slower computation adds more overhead, so `slow_enough` turns from true to false once.
     return _bisect(slow_enough, 0.05, 1.0), comm_rate
 
 

@@ -234,9 +234,12 @@ def predict(case: Case) -> Prediction:
     if case.fused_loss:
         largest = FP32 * ModelShape.of(case.model).block_matrices
     else:
+        # Ranks that share a model divide its tokens or its words, so each has its part of the
+        # logits.
         tokens = case.batch * case.model.context_length
         largest = FP32 * tokens * case.model.vocab_size // case.layout.ranks
     dtype_peak = case.cluster.gpu.peak["tf32" if case.dtype == "fp32" else case.dtype]
+    # The batch is that of all GPUs that share a model. MFU is that of one GPU.
     flops = step_flops(**case.model.sizes(case.batch * case.micro_batches)) / case.layout.ranks
     return Prediction(
         time=time,
@@ -293,6 +296,7 @@ def _moments(case: Case, part: RankPart) -> list[tuple[str, Breakdown]]:
         world_size=case.shards if strategy.takes_mesh else case.averaging,
         precision=precision_of(case.dtype, casts_parameters=strategy.casts_parameters),
         checkpointing=part.keeps,
+        # Ranks that share the head compute the loss from all of their logits, without chunks.
         loss_chunk=LOGITS_CHUNK if case.fused_loss and layout.tensor == 1 else None,
         accumulates=part.accumulates,
         fused=case.compiled or case.kernels == "fused",
@@ -328,6 +332,7 @@ def shortage(case: Case) -> str | None:
     )
     # Four values in fp32 per parameter: itself, its gradient and AdamW's two moments.
     states = 4 * FP32 * case.model.num_parameters
+    # Then no choice below fits: none divides the states among more than all GPUs.
     if states / case.cluster.gpus > usable:
         fewest = devices_to_fit(states, usable)
         return text + f"The states alone, fully sharded, need {fewest} GPUs"

@@ -99,6 +99,7 @@ def choices(
         layout: sizes of the groups of ranks that share a model.
     """
     groups = []
+    # Groups of whole nodes. One group of all ranks would be FSDP without a mesh.
     for doublings in range(ranks.bit_length()):
         group = devices_per_node * 2**doublings
         if group < ranks and ranks % group == 0:
@@ -190,6 +191,7 @@ def simulated(
         micro_batches=choice.micro_batches,
         bucket_size_mb=choice.bucket_size_mb,
     )
+    # The host launches ahead while the device computes, so the slower of the two decides.
     device_s = replay(step, machine).step_ms / 1e3
     host_s = host_time(len(step.operators), len(step.calls))
     return max(device_s, host_s)

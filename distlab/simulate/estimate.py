@@ -131,6 +131,8 @@ def estimate_step(
             ranks, or a number of micro-batches that the schedule does not take.
     """
     strategy = get_strategy(name)
+    # Ranks that share sequences hold the same parameters, and average their gradients with the
+    # others.
     averaging = ranks // (layout.tensor * layout.pipeline)
     # Ranks of tensor parallelism are neighbours. The strategy's groups stride over them.
     network = machine.network.across(layout.tensor) if layout.tensor > 1 else machine.network
@@ -145,6 +147,7 @@ def estimate_step(
         batch=batch,
         precision=precision_of(dtype, casts_parameters=strategy.casts_parameters),
         kernels=kernels or default_kernels,
+        # Ranks that share the head combine numbers of all logits, so these are whole there.
         fused_loss=fused_loss and layout.tensor == 1,
         shards=shards if strategy.casts_parameters else None,
         optimizer=optimizer,
@@ -153,6 +156,7 @@ def estimate_step(
     )
     # Ranks of neighbouring stages are this many ranks apart.
     between_stages = machine.network.across(ranks // layout.pipeline)
+    # Two ranks and one message. The link carries it once, as it carries a broadcast.
     message_s = between_stages.seconds(activation_bytes, 2, 1, "broadcast")
     own = _stages_of_ranks(layout.pipeline, stages)
     ends = _ends(layout, stages, micro_batches, message_s)
@@ -162,6 +166,7 @@ def estimate_step(
     times = []
     for mine, end, part in zip(own, ends, parts, strict=True):
         once = mine.compute
+        # The stage's seconds are of one micro-batch. The optimizer steps once for all of them.
         compute = replace(
             once, forward=once.forward * micro_batches, backward=once.backward * micro_batches
         )
@@ -185,6 +190,7 @@ def estimate_step(
             group=group,
         )
         if optimizer == "muon" and strategy.updates == "slices":
+            # FSDP holds slices within a shard group, ZeRO-1 over all ranks that average.
             holders = shards if strategy.casts_parameters else averaging
             time = _with_muon_exchange(time, part.shape, holders, network)
         inside = micro_batches * (mine.sent + mine.returned)
@@ -207,6 +213,7 @@ def estimate_step(
                 host=host_time(micro_batches * mine.operators, calls),
             )
         )
+    # All ranks wait for the slowest in the next step's messages.
     return max(times, key=lambda time: time.step)
 
 
@@ -219,6 +226,8 @@ def _with_muon_exchange(
         holders: number of ranks that each hold a slice of every matrix.
     """
     matrices = shape.num_layers * shape.block_matrices
+    # On average a rank sends its N-th of the matrices to owners, and as many elements of updates
+    # back.
     bytes_of_both = 2 * BF16 * matrices / holders
     exchanged = network.seconds(bytes_of_both, holders, 2, "all_to_all")
     return replace(
@@ -260,6 +269,7 @@ class Stage(NamedTuple):
         if action.kind == "F":
             return self.compute.forward + self.sent
         backward = self.compute.backward / (2 if splits else 1)
+        # The gradient of a weight, `W`, needs no message: its inputs are on the rank already.
         return backward + (self.returned if action.kind == "B" else 0.0)
 
 
@@ -296,6 +306,7 @@ def stage_time(
         for operator in operators:
             seconds[operator.phase] += times * device.seconds(operator)
             count += times
+    # Gradients that a strategy copies into its buffers.
     copied = shape.num_parameters
     if DTYPES[dtype] is not None:
         # Linear layers write their gradients into the buffers themselves (`model.ops.linear`).
@@ -363,6 +374,7 @@ def _stages(
 @lru_cache(maxsize=CACHED)
 def _stages_of_ranks(pipeline: int, stages: tuple[Stage, ...]) -> list[Stage]:
     """Return the work of each rank of a pipeline in a micro-batch: the sum of its stages."""
+    # Stage s runs on rank s mod `pipeline`, as in `ModelShape.of_pipeline`.
     found = []
     for rank in range(pipeline):
         mine = stages[rank::pipeline]
@@ -395,6 +407,7 @@ def _ends(
     if layout.pipeline == 1:
         return [None]  # before a list of actions is made: there may be 10^12 micro-batches
     schedule = _schedule(layout.schedule, layout.pipeline, micro_batches)
+    # Only zero-bubble schedules have actions of their own for the weights' gradients.
     splits = any(action.kind == "W" for actions in schedule for action in actions)
     # A table, because a schedule has many more actions than kinds of them.
     seconds_of_stage = []
@@ -438,6 +451,8 @@ def _inside_blocks(
     )
     network = machine.network
     seconds = network.seconds(tensor.bytes, layout.tensor, tensor.collectives, "all_gather")
+    # Ranks that share sequences are a tensor group apart, and share their node's links with its
+    # other members.
     seconds += network.across(layout.tensor).seconds(
         sequences.bytes, layout.context, sequences.collectives, "all_gather"
     )
@@ -481,6 +496,7 @@ def messages(
     numels = shape.parameter_numels()
     buckets = plan_buckets(numels, [torch.float32] * len(numels), bucket_size_mb)
     total = sum(numels)
+    # Without sharding a unit is one message of its own elements.
     buffers_of_block = 1
     if shards > 1:
         of_block = _buffers_of_unit(shape.matrix_shapes_per_block, shards)
@@ -606,6 +622,7 @@ def _device(spec: GPUSpec, dtype: str, attention: str, head_dim: int) -> DeviceM
     peak_dtype = "tf32" if dtype == "fp32" else dtype  # as fp32 matmuls run
     _check_known("attention", attention, ATTENTION_SHARE, spec)
     _check_known("dtype", peak_dtype, spec.peak, spec)
+    # The datasheet has no architecture. Hopper is the first with 228 KiB of shared memory per SM.
     is_hopper = spec.shared_memory_per_sm >= 228 * 1024
     shares = ATTENTION_SHARE[attention if is_hopper else "cudnn"]
     attention_share = shares[128 if head_dim >= 128 else 64]

@@ -108,6 +108,7 @@ class EventLog(CollectiveRecorder):
         """Count the memory of these parameters as `parameters` from now on."""
         for parameter in parameters:
             key = id(parameter.untyped_storage())
+            # A parameter made outside of the recording has no entry, and stays uncounted.
             if key in self._sizes:
                 _, size = self._sizes[key]
                 self._keep(key, "parameters", size)
@@ -128,6 +129,7 @@ class EventLog(CollectiveRecorder):
             # The C++ code asks fake tensors for their device twice per operator. That is the answer
             # which the fake mode would give.
             return args[0].device
+        # The recorder's own dispatch appends a call if the operator is a collective.
         before = len(self.calls)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if len(self.calls) > before:
@@ -145,6 +147,8 @@ class EventLog(CollectiveRecorder):
         return result
 
     def _add_operator(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        # Views move nothing. Other namespaces are torch's bookkeeping, for example `prim` and
+        # `c10d`.
         if func.namespace not in ("aten", "distlab_kernels") or func.is_view:
             return
         name = func.overloadpacket.__name__
@@ -175,6 +179,7 @@ class EventLog(CollectiveRecorder):
         before = len(self.calls)
         super()._record(name, args, result)
         group = self._sending_to
+        # A collective of all ranks needs no group, and one that blocks has no handle of ours.
         if len(self.calls) == before or group is None or group.size() == dist.get_world_size():
             return
         ranks = dist.get_process_group_ranks(group)
@@ -198,6 +203,7 @@ class EventLog(CollectiveRecorder):
         if tensor.is_meta or id(storage) in self._sizes:
             return
         self._keep(id(storage), _CATEGORY_OF_PHASE[self.current_phase], storage.nbytes())
+        # An id is reused after its storage dies, so the entry has to go at that moment.
         weakref.finalize(storage, self._free, id(storage))
 
     def _keep(self, key: int, category: str, size: int) -> None:
@@ -217,6 +223,7 @@ class EventLog(CollectiveRecorder):
         if id(storage) not in self._sizes:
             return
         category, _ = self._sizes[id(storage)]
+        # FSDP frees and refills the buffers of gathered parameters this way.
         if category == "buckets":
             category = "gathered"
         self._keep(id(storage), category, size)
@@ -261,6 +268,7 @@ class _TracedWork:
         self._sequence = sequence
 
     def wait(self, *args: Any) -> Any:
+        # The event stands where the computing stream waits, not where the collective was issued.
         self._log.items.append(Wait(self._sequence))
         return self._work.wait(*args)
 
@@ -316,6 +324,7 @@ def _bytes_moved(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
     moved = 0
     for tensor in tensors_in((inputs, kwargs)):
         moved += _size(tensor)
+    # Not strict: arguments that have defaults may be missing from `args`.
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
             for tensor in tensors_in(value):

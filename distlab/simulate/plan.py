@@ -58,6 +58,7 @@ def plan_steps(
         micro_batches: number of micro-batches accumulated in a step.
     """
     on_gpu = context.device.type == "cuda"
+    # One look for all steps, so that they are compared with the same number.
     free = memory_of_a_rank(context.device, context)
     gpu = lookup(torch.cuda.get_device_name(context.device)) if on_gpu else None
     plans = []

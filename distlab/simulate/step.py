@@ -128,6 +128,8 @@ def simulate_step(
             bucket_size_mb=bucket_size_mb,
             shard_size=shard_size,
         )
+        # Storages in reference cycles of the construction would count as alive until some later
+        # step.
         gc.collect()
         log.own_parameters(wrapper.parameters())
         after_init = log.alive()
@@ -151,6 +153,7 @@ def simulate_step(
         calls = tuple(log.calls[calls_before[-1] :])
         memory = tuple(log.memory[moments_before[-1] :])
         wrapper.close(restore=False)
+        # Inside the recording, so that their finalizers still find the log.
         del step, wrapper, optimizer
     return SimulatedStep(
         world_size=world_size,
@@ -210,6 +213,7 @@ def simulate_training(
     def make_step(wrapper: ParallelModel, optimizer: Optimizer, mark: Mark) -> Callable[[], Any]:
         sequences = batch * layout.ranks
         tokens_of_a_rank = config.context_length // layout.context
+        # Values do not matter. Fake tensors have none.
         tokens = torch.zeros(sequences, tokens_of_a_rank, dtype=torch.int64)
         train = TrainStep(wrapper, optimizer, loss_function(config, layout), mark=mark)
 
@@ -218,6 +222,7 @@ def simulate_training(
 
         return step
 
+    # Linear layers choose another path on a CPU, with other operators and other memory.
     with ops.as_on_gpu():
         return simulate_step(
             strategy,

@@ -102,6 +102,7 @@ class Timeline:
 def replay(step: SimulatedStep, machine: Machine) -> Timeline:
     """Return the times of a step on a machine. The same arguments give the same times."""
     streams = _Streams(step.world_size, machine)
+    # The first step only puts in flight what the second waits for.
     streams.run(step.items[: step.boundary])
     begin = streams.now
     streams.phases.clear()
@@ -115,6 +116,7 @@ def replay(step: SimulatedStep, machine: Machine) -> Timeline:
     exposed = subtract(comm, compute)
     step_ms = 1e3 * (end - begin)
     comm_ms = 1e3 * total(comm)
+    # Operators one after the other, at full rate: the step without communication.
     local_ms = 1e3 * sum(machine.device.seconds(item) for item in step.operators)
     overlap_pct = None
     if comm_ms:
@@ -191,7 +193,10 @@ class _Streams:
                 # A collective runs when those before it are done.
                 while any(each.sequence == item.sequence for each in self.queue):
                     self._communicate(self.queue[0].seconds_left)
+            # Waits and collectives have no phase of their own. They count in that of the last
+            # operator.
             self.phases[self.phase] = self.phases.get(self.phase, 0.0) + self.now - begin
+        # Operators that touch become one interval, of which a step has thousands otherwise.
         self.compute = union(self.compute)
         self.comm = union(self.comm)
 
@@ -203,6 +208,7 @@ class _Streams:
             # Both run until the first of them is done.
             lasts = min(work / compute_rate, self.queue[0].seconds_left / comm_rate)
             work -= lasts * compute_rate
+            # A rest of a rounding error would go round again, with an empty communication.
             work = 0.0 if work < ROUNDING_S else work
             self._communicate(lasts, comm_rate)
         self.now += work

@@ -51,8 +51,10 @@ def fake_world(
             "this process has a process group already; simulate in a process of its own, or "
             "destroy the group first"
         )
+    # torch's testing code is slow to import, and only a simulation needs it.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    # torch refuses a second registration of a name in one process.
     if SIMULATED not in dist.Backend.backend_list:
         dist.Backend.register_backend(SIMULATED, _create_group, extended_api=True, devices=["cpu"])
     # torch puts its own hook around it, once per group, and never takes it off.
@@ -205,6 +207,8 @@ def _create_group(options: Any, backend_options: Any) -> SimulatedGroup:
         observer = dist.group.WORLD.observer
     group = SimulatedGroup(options.group_rank, options.group_size, backend, observer)
     kind = dist.ProcessGroup.BackendType.CUSTOM
+    # torch dispatches a collective to the backend registered for its tensors' device. Fake tensors
+    # say "cpu".
     group._set_default_backend(kind)
     group._register_backend(torch.device("cpu"), kind, _create_fake_pg(options, backend_options))
     return group

@@ -68,6 +68,8 @@ def layout_volume(
         [FP32] * len(numels),
         units=shape.parameter_units(),
         shapes=shape.parameter_shapes(),
+        # Ranks that share sequences hold the same matrices, so the data strategy averages over them
+        # also.
         world_size=world_size // (shape.tensor * pipeline),
         compute_itemsize=precision.compute,
         micro_batches=1 if sends_once else micro_batches,
@@ -141,6 +143,7 @@ def micro_batch_volumes(
 def _recomputed(keeps: int | tuple[str, ...], num_layers: int) -> tuple[int, int]:
     """Return (blocks whose forward runs again, groups in which it does)."""
     if isinstance(keeps, tuple):
+        # Blocks that are chosen one by one are groups of one.
         blocks = len(keeps) - keeps.count("none")
         return blocks, blocks
     return blocks_run_again(num_layers, keeps)
@@ -249,6 +252,8 @@ def context_volume(
     backward = forward
     if how == "ring":
         # The gradients of keys and values travel with them, all the way round, in fp32 at least.
+        # P hops and not P − 1: after the last rank has added its part, the sum returns to the rank
+        # that owns the keys.
         gradient_bytes = ranks * keys_and_values * max(FP32, itemsize)
         backward += CommunicationVolume(ranks, gradient_bytes)
     return forward * (shape.num_layers + again) + backward * shape.num_layers

@@ -81,6 +81,7 @@ def further_hops(ranks: int, *, all_reduce: bool) -> int:
     ring = ranks - 2
     if not all_reduce:
         return ring
+    # log₂N levels up and log₂N down. NCCL chooses the faster of both, which the minimum stands for.
     tree = math.ceil(2 * math.log2(ranks))
     return min(ring, tree)
 
@@ -194,6 +195,7 @@ class CollectiveFit:
 
     def seconds(self, num_bytes: float) -> float:
         """Return the seconds of a payload of `num_bytes`."""
+        # Pieces ascend, so the last one that begins at or below the payload is the right one.
         valid = self.pieces[0]
         for piece in self.pieces:
             if piece.from_bytes <= num_bytes:
@@ -239,6 +241,7 @@ def fit_collective(sizes: Sequence[float], seconds: Sequence[float]) -> Collecti
         raise ValueError(
             f"a fit needs two or more different sizes with positive times, got {points}"
         )
+    # Two points are too few for a piece, but a line through them is better than no fit.
     most_pieces = max(1, min(MAX_PIECES, len(points) // LEAST_POINTS))
     for pieces in _best_pieces(points, most_pieces):
         fit = CollectiveFit(pieces)
@@ -327,5 +330,6 @@ def _piece(points: list[tuple[float, float]], start: int, stop: int) -> Piece:
     elif latency < 0:
         latency = 0.0
         slope = of_slope.sum() / (of_slope @ of_slope)
+    # The slope is per `largest` bytes, see the scaled column above.
     bytes_per_s = float(largest / slope) if slope > 0 else math.inf
     return Piece(bytes_per_s, float(latency), from_bytes)

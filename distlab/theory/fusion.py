@@ -85,6 +85,7 @@ class Graph:
 
     def __post_init__(self) -> None:
         names = [op.name for op in self.operators]
+        # `leaves` and OURS find operators by their names.
         if len(set(names)) != len(names):
             raise ValueError(f"operators must have different names, got {names}")
         for op in self.operators:
@@ -105,6 +106,7 @@ class Graph:
         """
         inside = {op.name for op in group}
         readers = [op.name for op in self.operators if tensor in op.reads]
+        # No operator reads it: it is a result of the graph.
         if not readers:
             return True
         return any(reader not in inside for reader in readers)
@@ -244,6 +246,7 @@ def _decide(
     if written_all_the_same:
         names = ", ".join(written_all_the_same)
         note += f"; {names} is used elsewhere and is written all the same"
+    # What Inductor would merge behind the matmul if this operator did not join the matmul.
     chain = _chain(behind)
     if _is_epilogue(group, op):
         saving_of_chain = graph.speed_up(roof, chain)
@@ -375,6 +378,7 @@ def transformer_block(
         "rope",
         reads=("qkv",),
         writes=("qk",),
+        # Queries and keys, 2·n·d elements: two products with the tables and a sum each.
         flops=6 * n * d,
         eager_kernels=5 if itemsize < 4 else 4,  # the result is cast back
     )
@@ -397,6 +401,7 @@ def transformer_block(
         *_norm("2", "x2", n, d, autocast),
         _matmul("gate_matmul", "n2", "w1", "gate", n, d, f),
         _matmul("up_matmul", "n2", "w3", "up", n, d, f),
+        # g/(1 + exp(−g)): negation, exponential, sum, reciprocal, product.
         Operator("silu", reads=("gate",), writes=("act",), flops=5 * n * f),
         Operator("multiply", reads=("act", "up"), writes=("h",), flops=n * f),
         _matmul("down_matmul", "h", "w2", "m", n, f, d),
@@ -419,6 +424,7 @@ def _block_sizes(
         autocast: True if parameters, the residual stream and norms are fp32.
     """
     stored_itemsize = 4 if autocast else itemsize
+    # Bytes of a tensor of width d, of width f, and of the residual stream.
     activation = n * d * itemsize
     inner = n * f * itemsize
     stream = n * d * stored_itemsize
@@ -487,6 +493,7 @@ def _norm(number: str, x: str, n: int, d: int, autocast: bool) -> list[Operator]
         f"norm{number}",
         reads=(x, f"g{number}"),
         writes=(written,),
+        # Per element: square, sum over the row, scale by its root mean square, and by the weight.
         flops=4 * n * d,
         pattern=ROWS,
         row_bytes=4 * d,

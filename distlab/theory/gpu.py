@@ -62,6 +62,7 @@ class Roofline:
         """Return what limits an operation: "memory" or "compute"."""
         compute_s = cost.flops / self.peak
         memory_s = cost.bytes / self.bandwidth
+        # At the ridge itself both limit. It counts as compute: fewer bytes would not help.
         return "memory" if compute_s < memory_s else "compute"
 
 
@@ -152,6 +153,7 @@ def occupancy(spec: GPUSpec, threads: int, registers: int, shared_bytes: int = 0
         "warps": spec.max_warps_per_sm // warps,
         "blocks": MAX_BLOCKS_PER_SM,
     }
+    # `min` takes the first of equal ones, in the order that `Occupancy.limiter` promises.
     limiter = min(limits, key=limits.__getitem__)
     blocks = limits[limiter]
     if blocks == 0:

@@ -66,6 +66,7 @@ class ModelShape:
         _check_divides("num_heads", self.num_heads, "d_model", self.d_model)
         if kv_heads is not None:
             _check_divides("num_kv_heads", kv_heads, "num_heads", self.num_heads)
+        # Tensor parallelism cuts between heads, columns and words, never through one.
         for name in ("num_heads", "num_kv_heads", "d_ff", "vocab_size"):
             size = getattr(self, name)
             if size is not None and size % self.tensor:
@@ -125,6 +126,7 @@ class ModelShape:
     @property
     def kv_width(self) -> int:
         """Width of the keys of a rank's heads, and of the values, k."""
+        # Heads of keys are as wide as heads of queries. Only their number differs.
         head_width = self.d_model // self.num_heads
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         return head_width * kv_heads // self.tensor

@@ -31,6 +31,7 @@ def muon_volume(
     held = [sum(of_rank) for of_rank in zip(*counts, strict=True)]  # elements of each rank
     if placement == "gather":
         ranks = len(held)
+        # The parts of an all-gather have one length, so that of the fullest rank.
         return CommunicationVolume(1, BF16 * ranks * max(held))
     owned = 0  # elements
     for of_ranks, owner in zip(counts, owners, strict=True):
@@ -48,4 +49,5 @@ def orthogonalize_flops(rows: int, columns: int, steps: int = 5) -> int:
     """
     short = min(rows, columns)
     long = max(rows, columns)
+    # X·Xᵀ and the product with X are 2·s²·l each, the square of X·Xᵀ is 2·s³.
     return steps * (4 * short**2 * long + 2 * short**3)

@@ -264,6 +264,8 @@ class Workload:
             return
         if r != c:
             yield "_to_copy", 0, (r + c) * nd
+        # One kernel reads x and the gradient and writes that of x. The second, for the weight,
+        # counts one more read.
         itemsizes = COMPOSITE_NORM_BACKWARD if self.kernels == "composite" else 4 * r
         yield "rms_norm_backward", 0, itemsizes * nd
         yield "add", 0, 3 * r * nd
@@ -410,6 +412,7 @@ class Workload:
                 yield from self._both_gradients(shape.d_model, shape.words)
             yield from self._norm_backward()
         if shape.has_embedding:
+            # FSDP looks up in a gathered copy in r bytes, and its gradient has that dtype.
             gradient_itemsize = r if self.shards is not None else FP32
             written = gradient_itemsize * shape.embedding_parameters
             yield "embedding_backward", 0, written + r * n * shape.d_model

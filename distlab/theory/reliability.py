@@ -69,8 +69,10 @@ class Failures:
         if math.isinf(self.between):
             return math.inf
         ratio = self.checkpoint / (2 * self.between)
+        # δ ≥ 2M: the series no longer converges to an interval.
         if ratio >= 1:
             return self.between
+        # With ratio = δ/(2M), Daly's last term δ/(18M) is ratio/9.
         correction = 1 + math.sqrt(ratio) / 3 + ratio / 9
         return self.young() * correction - self.checkpoint
 

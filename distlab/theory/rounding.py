@@ -28,18 +28,25 @@ class FloatFormat:
     mantissa_bits: int
 
     def __post_init__(self) -> None:
+        # Sums are computed in doubles, 53 bits, and then rounded again. With p = m + 1 bits that
+        # equals one rounding where 2·p + 2 ≤ 53 (Figueroa 1995, "When is double rounding
+        # innocuous?").
         if not (2 <= self.exponent_bits <= 8 and 1 <= self.mantissa_bits <= 24):
             raise ValueError(f"{self}: give 2 to 8 bits of exponent and 1 to 24 of mantissa")
 
     @property
     def largest(self) -> float:
         """Largest finite number."""
+        # The exponent above it is reserved for infinity and NaN. The mantissa 2 − 2⁻ᵐ has all bits
+        # set.
         largest_exponent = 2 ** (self.exponent_bits - 1) - 1
         return (2 - 2.0**-self.mantissa_bits) * 2.0**largest_exponent
 
     @property
     def smallest_normal(self) -> float:
         """Smallest number with full precision."""
+        # 2^(1 − bias) with bias = 2^(exponent_bits − 1) − 1. The exponent field 0 marks subnormal
+        # numbers.
         return 2.0 ** (2 - 2 ** (self.exponent_bits - 1))
 
     @property
@@ -98,6 +105,7 @@ def stalls_at(addend: float, accumulator: FloatFormat) -> float:
         addend: number to add, not 0.
         accumulator: format of the sum.
     """
+    # |addend| ≤ 2^(e−m)/2, solved for e: e ≥ log₂|addend| + 1 + m.
     return 2.0 ** math.ceil(math.log2(abs(addend)) + 1 + accumulator.mantissa_bits)
 
 
@@ -128,4 +136,6 @@ def safe_loss_scales(vocab_size: int, tokens: int) -> tuple[float, float]:
     """
     fp16 = FORMATS["fp16"]
     rounds_to_zero = fp16.smallest / 2
+    # scale/(V·tokens) > smallest/2 for the small gradients, scale/tokens ≤ largest for the
+    # targets'.
     return vocab_size * tokens * rounds_to_zero, tokens * fp16.largest

@@ -271,6 +271,7 @@ def _time_of_units(
     scatter_s = network.seconds(messages.gradient_bytes, group, units, "reduce_scatter")
     if is_hybrid:
         shard_bytes = messages.gradient_bytes / group
+        # Ranks with the same shard are `group` ranks apart, and all `group` of them send at once.
         between_groups = network.across(group)
         scatter_s += between_groups.seconds(shard_bytes, ranks // group, units)
     forward_s = compute.forward / micro_batches
@@ -307,6 +308,8 @@ def _time_of_slices(
     """
     half_s = network.seconds(messages.gradient_bytes, ranks, messages.buckets, "reduce_scatter")
     bucket_s = half_s / messages.buckets
+    # Parameters of the last step arrive under the first micro-batch's forward, which cannot start
+    # before the first bucket has. Gradients leave under the last micro-batch's backward.
     in_forward = _overhead(compute.forward / micro_batches, half_s, bucket_s, contention)
     in_backward = _overhead(compute.backward / micro_batches, half_s, bucket_s, contention)
     packed_again_s = (messages.reductions - 1) * compute.pack
@@ -335,6 +338,7 @@ def _time_of_all_reduces(
     if strategy.after_backward:
         overhead_s = communication_s
     else:
+        # The last message holds gradients that are complete only when backward is.
         last_message_s = network.seconds(messages.gradient_bytes / count, ranks)
         backward_s = compute.backward / micro_batches
         overhead_s = _overhead(backward_s, communication_s, last_message_s, contention)

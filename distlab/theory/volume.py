@@ -141,6 +141,7 @@ def step_volume(
         numels,
         itemsizes,
         bucket_size_mb,
+        # A multiple of 1 is any number: no padding.
         world_size=world_size if strategy.pads_buckets else 1,
         mesh=mesh,
         dtypes=dtypes,
@@ -156,6 +157,7 @@ def _torch_volume(
 ) -> CommunicationVolume:
     """Return the volume of a strategy that is torch's DistributedDataParallel, tuned or not."""
     if strategy.has_buckets:
+        # A given limit also replaces torch's 1 MiB of the first bucket, see `torch_ddp`.
         limit_mb = UNBOUNDED_MB if bucket_size_mb is None else bucket_size_mb
         gradients = torch_ddp(
             numels, itemsizes, first_bucket_mb=limit_mb, bucket_cap_mb=limit_mb, dtypes=dtypes
@@ -275,6 +277,7 @@ def each_gradient(
     """
     labels_of(numels, itemsizes, dtypes)
     messages = list(zip(numels, itemsizes, strict=True))
+    # Flags say which parameters any rank used. Without parameters there is no such message.
     if messages:
         messages.append((len(numels), FLAG_BYTES))
     return all_reduced(messages, mesh)
@@ -359,6 +362,8 @@ def torch_ddp(
     open_bytes = {}  # dtype → bytes of the bucket that is being filled
     for numel, itemsize, dtype in reversed(list(zip(numels, itemsizes, dtypes, strict=True))):
         open_bytes[dtype] = open_bytes.get(dtype, 0) + numel * itemsize
+        # The check comes after the addition: torch closes a bucket with the gradient that exceeds
+        # it.
         limit = first_limit if closed_buckets[dtype] == 0 else later_limit
         if open_bytes[dtype] >= limit:
             closed_buckets[dtype] += 1
@@ -443,6 +448,7 @@ def sharded_optimizer(
         for index in owned:
             dtype = labels[index]
             num_bytes = numels[index] * itemsizes[index]
+            # One open message per dtype, since a message has one dtype.
             if dtype not in open_bytes or open_bytes[dtype] + num_bytes > message_mb * MIB:
                 messages += 1
                 open_bytes[dtype] = 0
@@ -513,6 +519,7 @@ def fsdp(
     master_itemsize = max(itemsizes, default=4)
 
     calls = 3 * len(buffers)
+    # Each further micro-batch gathers in forward and in backward, and sends no gradients.
     calls += 2 * (micro_batches - 1) * len(buffers)
     gathered_bytes = 2 * micro_batches * buffer_elements * compute_itemsize
     reduced_bytes = buffer_elements * master_itemsize
@@ -692,6 +699,7 @@ def sharded_buffers(shapes: Sequence[Sizes], world_size: int) -> list[int]:
         numels.append(math.prod(shape))
     together = _padded_buffer(rows, numels, world_size)
     apart = []
+    # `dict.fromkeys` keeps the order of registration, which a set would not.
     for length in dict.fromkeys(rows):
         numels_of_length = [numel for row, numel in zip(rows, numels, strict=True) if row == length]
         apart.append(_padded_buffer([length] * len(numels_of_length), numels_of_length, world_size))
@@ -702,6 +710,7 @@ def sharded_buffers(shapes: Sequence[Sizes], world_size: int) -> list[int]:
 def _row_elements(shape: Sizes, world_size: int) -> int:
     """Return the elements of a row: the smallest part of a parameter that stays on one rank."""
     for dims in range(1, len(shape) + 1):
+        # At least one row per rank, with as few dimensions as that takes.
         if math.prod(shape[:dims]) >= world_size:
             return max(1, math.prod(shape[dims:]))
     return 1
@@ -717,6 +726,7 @@ def _padded_buffer(rows: Sizes, numels: Sizes, world_size: int) -> int:
     """
     end = 0
     for row, numel in zip(rows, numels, strict=True):
+        # 8 elements are 16 bytes in bf16, the alignment that vectorized kernels need.
         begin = _round_up(end, math.lcm(row, FSDP_ALIGNMENT))
         end = begin + numel
     # Every rank has whole rows, whichever matrix they belong to.

@@ -70,9 +70,11 @@ def warp_divergence(branches: Sequence[int], cycles: Sequence[float]) -> Diverge
     """
     if not branches or not all(0 <= branch < len(cycles) for branch in branches):
         raise ValueError(f"branches must be indices into the {len(cycles)} costs, one per lane")
+    # One branch after the other, each once however few lanes take it. The other lanes are masked.
     total = sum(cycles[branch] for branch in set(branches))
     useful = sum(cycles[branch] for branch in branches)
     if not total:
         return Divergence(total, efficiency=1.0)
+    # Lane-cycles. Every lane is occupied while the warp executes any branch.
     spent = len(branches) * total
     return Divergence(total, efficiency=useful / spent)

@@ -6,14 +6,16 @@ Each exposed communication has the first of these causes that applies:
 2. *small messages*: it moves fewer bytes than the network moves during its latency;
 3. *one CTA*: a large message, but NCCL's kernel runs on a single multiprocessor;
 4. *blocking wait*: the host waits for it, and launches further work only afterwards;
-5. *late launch*: the device was idle when the host launched it. If the host was late for a reason
-   that has a name (reading a value, data loading), this is the cause;
+5. *late launch*: the device was idle when the host launched it, or the copies into its buffer.
+   If the host was late for a reason that has a name (reading a value, data loading), that is the
+   cause;
 6. *end of step*: only the optimizer is left, which needs its result;
 7. *dependency*: further work follows, and waits for it.
 
 Each idle interval has one of the causes data loading, garbage collection, item, synchronisation,
-late launch, host-bound (without a GPU: between operators) and unknown. *Contention* is the extra
-time of kernels next to which communication runs.
+late launch, small messages (the host prepares them), host-bound (without a GPU: between operators)
+and unknown. *Contention* is the extra time of kernels next to which communication runs. It is the
+price of overlap, and a fault only if it is high for what the overlap hides.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from distlab.measure.trace.intervals import Cover, Interval
+from distlab.measure.trace.intervals import Cover, Interval, total
 from distlab.measure.trace.kernels import short_kernel_name
 from distlab.measure.trace.reader import Event, HostSpan
 from distlab.trace.ranks import Message, RankStep, RankSteps
@@ -45,8 +47,12 @@ PYTHON = "between operators"
 UNKNOWN = "unknown"
 CONTENTION = "contention"
 LAUNCHING = "launching work"  # part of the step in which a late rank's device waits for its host
+MESSAGES = "messages"  # role of host spans that prepare and launch communication
 
 FINDING_PCT = 5.0  # share of a step from which on a cause is a finding
+# Share of the hidden communication from which on the compute that it slows is a finding. Below, the
+# overlap gains more than it costs.
+HIGH_PRICE = 0.5
 # A kernel that begins so soon after its launch found an idle device: launching takes 3 to 10 µs,
 # and a profiler some more.
 PROMPT_MS = 0.05
@@ -94,6 +100,7 @@ class Finding:
         detail: what it is mostly about.
         late_rank, behind: as in `Blame`.
         frame: Python frame in which the host mostly is while the device waits for it, or None.
+        is_price: True for contention that costs much less than the communication that it hides.
     """
 
     cause: str
@@ -105,15 +112,18 @@ class Finding:
     late_rank: int | None
     behind: str | None
     frame: str | None
+    is_price: bool = False
 
     @property
     def is_large(self) -> bool:
         """True if it is worth acting on."""
-        return self.pct >= FINDING_PCT and self.cause != UNKNOWN
+        return self.pct >= FINDING_PCT and self.cause != UNKNOWN and not self.is_price
 
     @property
     def about(self) -> str:
         """Its main subject in words, with the Python frame if there is one."""
+        if self.is_price:
+            return f"{self.detail}; the price of overlap"
         return self.detail if self.frame is None else f"{self.frame}, {self.detail}"
 
     @property
@@ -214,7 +224,7 @@ def findings(ranks: Sequence[RankSteps]) -> tuple[list[Finding], list[Blame]]:
         # remedy.
         for blame in found:
             totals[blame.cause, blame.late_rank][rank.rank].append(blame)
-    means = {rank.rank: rank.mean.step_ms for rank in ranks}
+    means = {rank.rank: rank.mean for rank in ranks}
     steps = {rank.rank: len(rank.steps) for rank in ranks}
     frames = {rank.rank: rank.trace.frames for rank in ranks}
     listed = []
@@ -234,23 +244,25 @@ def findings(ranks: Sequence[RankSteps]) -> tuple[list[Finding], list[Blame]]:
         frame = None
         if frames[rank] is not None:
             frame = frames[rank].mostly_in(idle)
+        hidden_ms = means[rank].comm_ms - means[rank].exposed_ms
         finding = Finding(
             cause=cause,
             ms=sums[rank],
-            pct=100 * sums[rank] / means[rank],
+            pct=100 * sums[rank] / means[rank].step_ms,
             rank=rank,
             count=len(by_rank[rank]) / steps[rank],
             detail=details.most_common(1)[0][0],
             late_rank=late_rank,
             behind=reasons.most_common(1)[0][0],
             frame=frame,
+            is_price=cause == CONTENTION and sums[rank] < HIGH_PRICE * hidden_ms,
         )
         listed.append(finding)
     return sorted(listed, key=lambda finding: _place(finding, cost_ms)), exposed
 
 
-def _place(finding: Finding, cost_ms: Mapping[tuple[str, int], float]) -> tuple[float, bool]:
-    """Return the key by which findings are sorted: the largest first.
+def _place(finding: Finding, cost_ms: Mapping[tuple[str, int], float]) -> tuple[bool, float, bool]:
+    """Return the key by which findings are sorted: the largest first, the price of overlap last.
 
     If a rank is late because its host is, the reason on that rank comes before the wait for it,
     which it explains.
@@ -262,11 +274,11 @@ def _place(finding: Finding, cost_ms: Mapping[tuple[str, int], float]) -> tuple[
     ms = finding.ms
     is_wait = finding.cause == STRAGGLER
     if is_wait:
-        cause = HOST if finding.behind == LAUNCHING else finding.behind
-        reason_ms = cost_ms.get((cause, finding.late_rank), 0.0)
-        if reason_ms >= 0.5 * ms:
-            ms = min(ms, reason_ms)
-    return -ms, is_wait
+        causes = (HOST, SMALL, LATE) if finding.behind == LAUNCHING else (finding.behind,)
+        reasons_ms = [cost_ms.get((cause, finding.late_rank), 0.0) for cause in causes]
+        if sum(reasons_ms) >= 0.5 * ms:
+            ms = min(ms, max(reasons_ms))
+    return finding.is_price, -ms, is_wait
 
 
 def latency_bytes(ranks: Sequence[RankSteps]) -> float:
@@ -321,7 +333,7 @@ class Host:
             by_role[span.role].append(span)
         self.on_gpu = rank.trace.on_gpu
         self._spans = {}
-        for role in (LOADER, GARBAGE, SYNCHRONISATION, ITEM):
+        for role in (LOADER, GARBAGE, SYNCHRONISATION, ITEM, MESSAGES):
             spans = by_role["loader" if role == LOADER else role]
             # Spans end in the order of this list, in which `bisect` finds the last one before.
             spans = sorted(spans, key=lambda span: span.end_ms)
@@ -333,6 +345,20 @@ class Host:
         # Cover merges overlapping spans, so nested ones do not count twice.
         start, end = interval
         return self._spans[role][2].length(start, end) / (end - start)
+
+    def around(self, role: str, moment: float) -> Interval | None:
+        """Return the interval around a moment that spans of a role cover, or None."""
+        return self._spans[role][2].around(moment)
+
+    def launching_ms(self, messages: Iterable[Message]) -> float:
+        """Return how long the host prepares and launches some messages, in ms."""
+        spans = []
+        for message in messages:
+            launched_ms = message.event.launched_ms
+            span = None if launched_ms is None else self.around(MESSAGES, launched_ms)
+            if span is not None:
+                spans.append(span)
+        return total(spans)
 
     def name_in(self, role: str, interval: Interval) -> str:
         """Return the name of the span of a role that covers an interval."""
@@ -425,9 +451,10 @@ def _own_cause(event: Event, step: RankStep, host: Host, small_bytes: float) -> 
         if is_launched_after and host.share(SYNCHRONISATION, (event.start_ms, event.end_ms)) >= 0.5:
             return BLOCKING, about
         # A message that starts right after its launch found an empty queue. If the device was idle
-        # before, the host was late.
-        idle = step.idle_before(event.start_ms)
-        is_prompt = event.start_ms - event.launched_ms < PROMPT_MS
+        # before, the host was late. The same holds for the first copy into the message's buffer.
+        first = _first_copy(event, step, host)
+        idle = step.idle_before(first.start_ms)
+        is_prompt = first.start_ms - first.launched_ms < PROMPT_MS
         if is_prompt and idle is not None and idle[1] - idle[0] > GAP_MS:
             return host.reason(idle) or (LATE, about)
     if following is None or step.phases.of(following) == "optimizer":
@@ -435,25 +462,49 @@ def _own_cause(event: Event, step: RankStep, host: Host, small_bytes: float) -> 
     return DEPENDENCY, about
 
 
+def _first_copy(event: Event, step: RankStep, host: Host) -> Event:
+    """Return the first of the kernels before a message that the host launched for it.
+
+    FSDP2 copies a unit's shards into one buffer, and then gathers it. It is the message itself if
+    nothing prepares it.
+    """
+    span = host.around(MESSAGES, event.launched_ms)
+    first = event
+    if span is None:
+        return first
+    for earlier in step.before(event):
+        launched_ms = earlier.launched_ms
+        if launched_ms is None or not span[0] <= launched_ms < span[1]:
+            break
+        first = earlier
+    return first
+
+
 def why_idle(step: RankStep, host: Host, small_bytes: float) -> list[Blame]:
     """Return the causes of the idle intervals of a step, which add up to its idle time.
 
     A host that waits for the device loses its lead over it, which is as long as the wait. Until the
     device has idled for as long, the wait is also the cause of intervals in which the host is late.
+    In the same way, what the host spends on small messages makes it late for other work
+    (`_owed_to_small_messages`).
     """
     found = []
     usual_cause = HOST if host.on_gpu else PYTHON
-    lost: tuple[str, HostSpan] | None = None  # the last wait
+    lost: Blame | None = None  # the last wait
     lost_ms = 0.0  # of the lead that it cost, what the device has not idled yet
     for begin, end in step.idle.intervals:
         ms = end - begin
         reason = host.reason((begin, end))
         if reason is not None:
-            found.append(Blame(reason[0], ms, reason[1]))
+            cause, about = reason
+            awaited = step.communication_until(begin)
+            if cause == SYNCHRONISATION and "Device" not in about and awaited is not None:
+                cause, about = BLOCKING, named(awaited.event)
+            found.append(Blame(cause, ms, about))
             waited = host.wait_before((begin, end))
             if waited is not None:
-                lost = waited
-                lost_ms = lost[1].end_ms - lost[1].start_ms - ms
+                lost = found[-1]
+                lost_ms = waited[1].end_ms - waited[1].start_ms - ms
             continue
         following = step.after(end)
         if following is None:
@@ -462,7 +513,9 @@ def why_idle(step: RankStep, host: Host, small_bytes: float) -> list[Blame]:
             # It was in the queue before the device became idle.
             found.append(Blame(UNKNOWN, ms, _kernel_or_copy(following)))
             continue
-        elif host.on_gpu and _prepares_small_message(following, step, small_bytes):
+        elif host.on_gpu and _is_small_message_next(
+            (begin, end), following, step, host, small_bytes
+        ):
             cause, about = SMALL, named(step.communication_from(end).event)
         elif host.on_gpu and following.kind == "communication":
             cause, about = LATE, named(following)
@@ -470,25 +523,69 @@ def why_idle(step: RankStep, host: Host, small_bytes: float) -> list[Blame]:
             cause, about = usual_cause, f"before {following.operator or _kernel_or_copy(following)}"
         if lost is not None and lost_ms > 0:
             owed_ms = min(ms, lost_ms)
-            found.append(Blame(lost[0], owed_ms, lost[1].name))
+            found.append(Blame(lost.cause, owed_ms, lost.detail))
             lost_ms -= owed_ms
             ms -= owed_ms
         if ms > 0:
             # What the wait has cost is the first part of the interval.
             late = (end - ms, end) if cause in (LATE, usual_cause) else None
             found.append(Blame(cause, ms, about, idle=late))
+    return _owed_to_small_messages(found, step, host, small_bytes) if host.on_gpu else found
+
+
+def _owed_to_small_messages(
+    blames: Sequence[Blame], step: RankStep, host: Host, small_bytes: float
+) -> list[Blame]:
+    """Return the causes of a step's idle time with the host's time for small messages moved.
+
+    The host launches these ahead of the device, and is late for something else because of them. So
+    intervals in which it is late count as small messages, up to the time that it spent on them.
+    """
+    small = _small_messages(step, small_bytes)
+    at_once_ms = sum(blame.ms for blame in blames if blame.cause == SMALL)
+    owed_ms = host.launching_ms(small) - at_once_ms
+    found = []
+    for blame in blames:
+        if blame.cause == HOST and owed_ms > 0:
+            moved_ms = min(blame.ms, owed_ms)
+            owed_ms -= moved_ms
+            found.append(Blame(SMALL, moved_ms, named(small[0].event)))
+            if blame.ms == moved_ms:
+                continue
+            _, end = blame.idle
+            left_ms = blame.ms - moved_ms
+            blame = Blame(HOST, left_ms, blame.detail, idle=(end - left_ms, end))
+        found.append(blame)
     return found
 
 
-def _prepares_small_message(event: Event, step: RankStep, small_bytes: float) -> bool:
-    """Return whether an event is a small message, or FSDP2's copies for one."""
-    if event.kind != "communication" and not (event.operator or "").startswith("fsdp::"):
-        return False
-    message = step.communication_from(event.start_ms)
+def _small_messages(step: RankStep, small_bytes: float) -> list[Message]:
+    """Return the messages of a step that are known to be small."""
+    found = []
+    for message in step.messages:
+        size = message.event.collective.size_bytes
+        if size is not None and size < small_bytes:
+            found.append(message)
+    return found
+
+
+def _is_small_message_next(
+    idle: Interval, following: Event, step: RankStep, host: Host, small_bytes: float
+) -> bool:
+    """Return whether the device is idle while the host prepares a small message.
+
+    So it is if the work that ends the idle time is the message or FSDP2's copies for it, or if the
+    host spends most of the time in FSDP or in c10d.
+    """
+    message = step.communication_from(idle[1])
     if message is None:
         return False
     size = message.event.collective.size_bytes
-    return size is not None and size < small_bytes
+    if size is None or size >= small_bytes:
+        return False
+    if following.kind == "communication" or (following.operator or "").startswith("fsdp::"):
+        return True
+    return host.share(MESSAGES, idle) >= 0.5
 
 
 def contention(rank: RankSteps) -> list[Blame]:
@@ -533,17 +630,18 @@ class Behind:
 
     def __init__(self, ranks: Sequence[RankSteps]) -> None:
         self._steps = {}
-        self._previous: dict[Message, Message] = {}
+        self._meeting: dict[Message, Message] = {}  # message → last meeting before it
         self._hosts = {rank.rank: Host(rank) for rank in ranks}
         for rank in ranks:
             for step in rank.steps.values():
                 self._steps[rank.rank, step.number] = step
+        for rank in ranks:
+            for step in rank.steps.values():
                 last = None
                 for message in step.messages:
                     if last is not None:
-                        self._previous[message] = last
-                    # Messages that overlap do not separate what comes before the second one.
-                    if len(message.peers) > 1:
+                        self._meeting[message] = last
+                    if self._is_meeting(message):
                         last = message
 
     def part(self, message: Message) -> str | None:
@@ -561,12 +659,25 @@ class Behind:
                 largest, part = extra, name
         return part
 
+    def _is_meeting(self, message: Message) -> bool:
+        """Return whether all ranks leave a message with nothing computed ahead.
+
+        A rank that computes beyond a collective keeps its lead over a late one, and shows it only
+        at a later collective that nothing covers.
+        """
+        if len(message.peers) < 2:
+            return False
+        for peer in message.peers.values():
+            compute = self._steps[peer.rank, peer.step].compute
+            if compute.contains(peer.event.end_ms - GAP_MS):
+                return False
+        return True
+
     def _times(self, message: Message) -> dict[str, float]:
-        """Return what a rank does between the collective before and its arrival: part → ms."""
+        """Return what a rank does between the last meeting and its arrival: part → ms."""
         step = self._steps[message.rank, message.step]
         host = self._hosts[message.rank]
-        # All ranks leave a collective at the same moment, so they begin here together.
-        previous = self._previous.get(message)
+        previous = self._meeting.get(message)
         begin = step.window[0] if previous is None else previous.event.end_ms
         end = max(message.event.start_ms, begin)
         times = {}

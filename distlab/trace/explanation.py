@@ -24,6 +24,7 @@ from distlab.trace.steps import find_steps
 WIDTH = 100  # characters of a line
 TOP = 10  # kernels and collectives that are listed
 SHOWN_CAUSES = 8  # rows of the table of causes in a terminal
+SHOWN_PCT = 0.1  # share of a step below which a cause has no row there
 
 
 @dataclass(frozen=True)
@@ -255,7 +256,8 @@ class Explanation:
             parts = parts_of(rank.mean)
             rows.append([str(rank.rank), *(f"{ms:.2f}" for ms in parts.values())])
         causes = []
-        for finding in self.findings[:SHOWN_CAUSES]:
+        shown = [finding for finding in self.findings if finding.pct >= SHOWN_PCT]
+        for finding in shown[:SHOWN_CAUSES]:
             row = [finding.cause, f"{finding.ms:.2f}", f"{finding.pct:.1f}", str(finding.rank)]
             causes.append([*row, f"{finding.count:.3g}", finding.about[:44]])
         cause_titles = ["cause", "ms per step", "% of step", "rank", "times", "mostly"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from distlab.measure.trace.account import StepAccount, account
@@ -117,6 +117,11 @@ class RankStep:
             return None
         return self.idle.around(found[-1][0])
 
+    def before(self, event: Event) -> Iterator[Event]:
+        """Yield the events that begin before this one, the last one first."""
+        for place in range(bisect_left(self._starts, event.start_ms) - 1, -1, -1):
+            yield self.events[place]
+
     def after(self, moment: float) -> Event | None:
         """Return the first event of the step that begins at a moment or later, or None."""
         place = bisect_left(self._starts, moment - _TINY_MS)
@@ -132,6 +137,19 @@ class RankStep:
         """Return the first communication of the step that begins at a moment or later, or None."""
         place = bisect_left(self._message_starts, moment - _TINY_MS)
         return self.messages[place] if place < len(self.messages) else None
+
+    def communication_until(self, moment: float) -> Message | None:
+        """Return a communication of the step that ends at a moment, or None."""
+        ends, messages = self._messages_by_end
+        place = bisect_left(ends, moment - _TINY_MS)
+        if place < len(ends) and ends[place] <= moment + _TINY_MS:
+            return messages[place]
+        return None
+
+    @functools.cached_property
+    def _messages_by_end(self) -> tuple[list[float], list[Message]]:
+        messages = sorted(self.messages, key=lambda message: message.event.end_ms)
+        return [message.event.end_ms for message in messages], messages
 
     @functools.cached_property
     def _message_starts(self) -> list[float]:

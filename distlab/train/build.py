@@ -112,6 +112,7 @@ def check_layout(layout: Layout, compile: str, micro_batches: int) -> None:
     Ranks that share a model do not take one that is compiled as a whole. Compiled blocks do not
     take a split backward. A schedule may not take the number of micro-batches.
     """
+    # Raises for a number of micro-batches that this schedule does not take.
     SCHEDULES[layout.schedule](layout.pipeline, micro_batches)
     if layout.schedule == "zero-bubble" and compile != "off":
         raise ValueError(

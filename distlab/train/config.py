@@ -224,6 +224,7 @@ def _texts(identity: dict[str, Any]) -> dict[str, str]:
     for name, value in identity.items():
         if isinstance(value, dict) and value:
             for key, entry in value.items():
+                # `repr` tells 1 from 1.0 and from True.
                 texts[f"{name}.{key}"] = repr(entry)
         else:
             texts[name] = repr(value)

@@ -186,6 +186,7 @@ class TokenWindows:
         self.vocab_size = vocab_size
         self.context_length = context_length
         self.file = file
+        # The first token has no predecessor that predicts it.
         targets = max(len(tokens) - 1, 0)
         self.count: int = targets // context_length
         if ragged and targets % context_length:
@@ -201,6 +202,7 @@ class TokenWindows:
         length = self.context_length
         rows = np.full((len(numbers), length + 1), IGNORED, dtype=np.int64)
         for row, number in zip(rows, numbers, strict=True):
+            # One token more than a window: the last token's target is the first of the next window.
             found = self.tokens[number * length : (number + 1) * length + 1]
             row[: len(found)] = found
         return rows
@@ -280,6 +282,7 @@ class GlobalOrder:
 @lru_cache(maxsize=2)  # a batch may end one epoch and begin the next
 def _permutation(count: int, seed: int, epoch: int) -> np.ndarray:
     """Return the order in which an epoch reads its sequences."""
+    # A pair and not a sum: seed 1 in epoch 0 would otherwise read like seed 0 in epoch 1.
     return np.random.default_rng((seed, epoch)).permutation(count)
 
 
@@ -345,6 +348,7 @@ def load(
     model = config.model()
     if data.data is None:
         train = SyntheticSequences(model.vocab_size, model.context_length, config.seed)
+        # Another seed, so that no walk is seen in training.
         validate = SyntheticSequences(model.vocab_size, model.context_length, config.seed + 1)
         return train, validate, {"kind": "synthetic"}
     # Before anything is read: a file that changes from here on is noticed.

@@ -38,6 +38,7 @@ def validation_loss(
     total = sequences if data.count is None else min(sequences, data.count)
     # Ranks that share a model have the same number, and so read the same sequences.
     mine = list(range(axes.batch_rank, total, axes.batch_ranks))
+    # By the rank with most sequences, so that all ranks run as many forwards as it does.
     rounds = math.ceil(math.ceil(total / axes.batch_ranks) / batch)
     empty = data.rows([0])
     # A batch of ignored targets: it takes part in every collective of a forward, and counts
@@ -46,6 +47,7 @@ def validation_loss(
     # fp64: a sum over millions of tokens in fp32 would lose the last digits.
     totals = torch.zeros(2, dtype=torch.float64, device=context.device)  # of losses, of tokens
     was_training = wrapper.training
+    # Without dropout, whose draws would make the loss differ from run to run.
     wrapper.eval()
     for number in range(rounds):
         numbers = mine[number * batch : (number + 1) * batch]
@@ -61,6 +63,7 @@ def validation_loss(
         losses = F.cross_entropy(
             logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
         )
+        # On the device, without waiting for it in each round.
         totals += torch.stack((losses.double(), (targets != IGNORED).sum().double()))
     wrapper.train(was_training)
     loss_sum, count = collectives.sum_tensor(totals, context.group).tolist()

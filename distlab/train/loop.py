@@ -156,6 +156,7 @@ class Trainer:
                 model=self.wrapper,
                 keep=config.keep,
                 asynchronous=not config.synchronous_checkpoints,
+                # With a GPU the host has idle cores. Without one they compute the next step.
                 threads=4 if context.device.type == "cuda" else 1,
                 lock=lock,
                 progress=progress,
@@ -254,6 +255,7 @@ class Trainer:
             ) from None
         except DataChanged as error:
             self.metrics.settle()
+            # Without a step of this process the checkpoint exists already.
             if stores and outcome.first_step < self.step:
                 self.save()
             raise DataChanged(
@@ -276,6 +278,7 @@ class Trainer:
             group["lr"] = rate
         micro_batches = self._read_step()
         loss = self.train_step(micro_batches)
+        # The metrics count steps done, the schedule counts from 0.
         self.step += 1
         # The norm of a skipped step is infinite. The loss scaler has dealt with it.
         skipped = self.train_step.last_step_skipped
@@ -322,6 +325,7 @@ class Trainer:
             self.context,
             axes=self.axes,
             sequences=self.config.validate_sequences,
+            # As many sequences as a micro-batch of training, which is known to fit in memory.
             batch=max(1, self.config.batch // self.axes.batch_ranks // self.config.accumulate),
         )
         # Again: the file may have changed while it was read.

@@ -119,7 +119,10 @@ class PlannedStep:
             loss_chunk=LOGITS_CHUNK if in_chunks else None,
             optimizer="muon" if self.optimizer == "muon" else "adamw-fused",
             accumulates=part.accumulates,
+            # A CPU's libraries take theirs from the system's allocator.
             workspace_bytes=CUBLAS_WORKSPACES if on_gpu else 0,
+            # On a CPU this lab's operations compute in plain torch, which keeps as much as unfused
+            # blocks.
             fused=self.compiled or (on_gpu and self.model.ops != "torch"),
             compiled=self.compiled,
             sharing=Sharing(layout.context, layout.attention),
@@ -197,6 +200,7 @@ def rank_parts(
         held_by_rank = [1]
     else:
         held_by_rank = _max_held(layout.schedule, ranks, micro_batches)
+    # A rank runs each micro-batch through each of its stages.
     forwards = micro_batches * stages // ranks
     parts = []
     for rank in range(ranks):
@@ -400,6 +404,7 @@ def least_recomputation(plan: PlannedStep, ranks: int, allowed: int | None, *, o
         )
         if count:
             found = mixed(low, high, count)
+        # Not all blocks can keep `high`, so none can keep more.
         if count < layers:
             break
     return found
@@ -447,6 +452,7 @@ def _what_fits(plan: PlannedStep, fits: Callable[..., bool]) -> str:
     if fits(with_context(replace(plan, batch=1), 1)):
         return "A smaller --batch and a smaller --context together would fit"
 
+    # No size of this model fits here. What follows looks for more ranks.
     sharded = replace(plan, strategy="fsdp", checkpointing="block")
     shortest = with_context(replace(sharded, batch=1), 1)
     more = ""

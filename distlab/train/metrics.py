@@ -132,6 +132,7 @@ class GatheredMetrics:
         self._ended = ended
         # A received signal travels with the loss, so that stopping costs no message of its own.
         mine = torch.tensor([*values.tolist(), float(self._signals.received)], dtype=torch.float64)
+        # Loss, norm and signal of each rank.
         gathered = torch.empty(3 * self.group.size(), dtype=torch.float64)
         work = collectives.all_gather(gathered, mine, self.group)
         collectives.wait(work, self.group, "exchanging losses")
@@ -148,6 +149,7 @@ class GatheredMetrics:
                 f"step {known.step}: the gradient norm is not finite ({norms[0]}), though all "
                 "losses are"
             )
+        # The first in rank order, so that all ranks end with the same signal.
         self.stopped_by = next((int(number) for number in signals if number), None)
         norm = None if known.grad_norm is None else norms[0]
         self._report(

@@ -120,6 +120,7 @@ def train(
         if context.is_main:
             written = asdict(config) | {"strategy": strategy_name}
             write_whole(folder / "config.json", json.dumps(written, indent=2) + "\n")
+            # Steps are counted from 1 there, and the checkpoint has done `first` of them.
             journal = Journal(folder / "metrics.jsonl", first + 1)
         with peak_memory(context.device) as memory:
             if is_complete:  # the run died between its last checkpoint and its results
@@ -160,6 +161,7 @@ def metrics_of(
     timed = [line for line in all_timed if line["step"] > outcome.first_step]
     if not timed:
         timed = all_timed
+    # The median, because the first steps also compile and allocate.
     step_ms = statistics.median(line["step_ms"] for line in timed) if timed else None
     rates = speed(config, config.batch, context, step_ms) if step_ms else {}
     final_loss = None

@@ -27,6 +27,7 @@ def newest_usable(folder: Path) -> Stored:
     problems = []
     for step in store.steps():
         try:
+            # Newest first, as the store lists them.
             stored = store.open(step)
             check_files(stored)
         except Damaged as error:

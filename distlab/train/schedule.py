@@ -31,6 +31,7 @@ class WarmupCosine:
             return self.peak * (step + 1) / self.warmup
         if step >= self.steps:
             return self.peak * self.floor
+        # A run that only warms up has no steps after it.
         progress = (step - self.warmup) / max(1, self.steps - self.warmup)
         cosine = 0.5 * (1 + math.cos(math.pi * progress))  # from 1 to 0
         return self.peak * (self.floor + (1 - self.floor) * cosine)

@@ -161,6 +161,7 @@ class TrainStep:
         self.grad_norm: Tensor | None = None  # 0-dim, on the device, of the last step
 
     def __call__(self, micro_batches: Sequence[Any]) -> Tensor:
+        # None, and not zeros: strategies hand over buffers for gradients that do not exist yet.
         self.optimizer.zero_grad(set_to_none=True)
         scale = 1.0 if self.scaler is None else self.scaler.scale
         count = None
@@ -238,7 +239,10 @@ class TrainStep:
     def _unscale(self) -> None:
         """Undo the loss scale and clip in one pass, or skip the step on all ranks."""
         norm = self.model.grad_norm()
+        # Of the gradients without the scale, as callers without a scaler see it.
         self.grad_norm = norm / self.scaler.scale
+        # One flag for all gradients: a norm is finite only if every element is, and its square sum
+        # does not overflow.
         finite = bool(norm.isfinite().item())
         # A rank that skipped a step alone would have other parameters from then on.
         finite = collectives.all_ranks_agree(finite, norm.device, self.context.group)

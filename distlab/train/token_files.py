@@ -181,6 +181,8 @@ def _looks_like_uint32(tokens: np.ndarray) -> bool:
     # In a file of uint16 tokens, those at even and at odd places are alike. With a small
     # vocabulary, such as 0 to 3, both are small.
     only_zeros = not high.any() and bool(low.any())
+    # A low half above 255 shows that the vocabulary is large, so that small high halves are no
+    # accident.
     return only_zeros or (int(high.max()) <= HIGHEST_HALF and int(low.max()) > 255)
 
 

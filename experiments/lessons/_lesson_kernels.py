@@ -20,13 +20,19 @@ def stream_kernel(x_ptr, y_ptr, z_ptr, blocks, BLOCK: tl.constexpr, STAGES: tl.c
 
 @triton.jit
 def reread_kernel(x_ptr, y_ptr, rounds, SPAN: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute y[i] = Σ over `rounds` r of x[(i + r · programs · BLOCK) mod SPAN], past the L1."""
+    """Compute y[i] = Σ over `rounds` r of an element of x, past the L1.
+
+    The length SPAN of x that is read decides the level of memory that the data stay in.
+    """
     total = tl.zeros([BLOCK], tl.float32)
+    blocks = SPAN // BLOCK
+    # Each program goes round and round in blocks of its own. If programs took turns in one window,
+    # those that lag would find in the L2 what others have read for them.
+    own = tl.maximum(blocks // tl.num_programs(0), 1)
+    first = tl.program_id(0) * own
     # loads of four rounds are under way at once
     for r in tl.range(0, rounds, loop_unroll_factor=4):
-        # All programs together read a window of x, and move on by its length each round. It wraps
-        # around at SPAN, which decides the level of memory that the data stay in.
-        block = (tl.program_id(0) + r * tl.num_programs(0)) % (SPAN // BLOCK)
+        block = (first + r % own) % blocks
         total += tl.load(x_ptr + block * BLOCK + tl.arange(0, BLOCK), cache_modifier=".cg")
     tl.store(y_ptr + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), total)
 

@@ -95,7 +95,9 @@ def bert():
 class TakesDictionary(nn.Module):
     def __init__(self):
         super().__init__()
-        self.left, self.right, self.out = nn.Linear(4, 8), nn.Linear(3, 8), nn.Linear(8, 10)
+        self.left = nn.Linear(4, 8)
+        self.right = nn.Linear(3, 8)
+        self.out = nn.Linear(8, 10)
 
     def forward(self, inputs):
         return {"logits": self.out(self.left(inputs["left"]) * self.right(inputs["right"]))}
@@ -104,8 +106,8 @@ class TakesDictionary(nn.Module):
 def dictionary():
     def batch(count, generator):
         sides = {
-            name: torch.randn(count, n, generator=generator)
-            for name, n in (("left", 4), ("right", 3))
+            "left": torch.randn(count, 4, generator=generator),
+            "right": torch.randn(count, 3, generator=generator),
         }
         return sides, torch.randint(10, (count,), generator=generator)
 

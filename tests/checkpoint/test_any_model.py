@@ -226,8 +226,11 @@ def test_odd_models_are_resumed_on_other_numbers_of_ranks(tmp_path, ranks):
 
 def groups_of(model, *names):
     """Return a parameter group for each of `names`, a part of the parameters' names."""
-    named = list(model.module.named_parameters())
-    return [{"params": [p for name, p in named if part in name]} for part in names]
+    groups = []
+    for part in names:
+        parameters = [p for name, p in model.module.named_parameters() if part in name]
+        groups.append({"params": parameters})
+    return groups
 
 
 def save_groups(model, context, folder, *names, options=None):

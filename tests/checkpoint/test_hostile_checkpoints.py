@@ -139,7 +139,14 @@ def test_every_key_removed_and_every_value_of_another_kind_is_an_error_and_none_
 
 
 def test_what_contradicts_itself_is_named(run):
-    original, name = marker_of(run), "model/embedding.weight"
+    original = marker_of(run)
+    name = "model/embedding.weight"
+
+    def with_tensor(key, shape):
+        """Return the change that adds a tensor without elements to the index."""
+        added = {key: {"shape": shape, "dtype": "float32", "parts": []}}
+        return {"tensors": original["tensors"] | added}
+
     for changes, message in (
         ({"step": 2}, "it says step 2"),
         ({"files": {}}, "'files' is not a table of files"),
@@ -148,26 +155,14 @@ def test_what_contradicts_itself_is_named(run):
             "a file '/etc/passwd', which no",
         ),
         ({"world_size": 2}, "generators of ranks [0], and 2 ranks wrote it"),
-        *(
-            (
-                {
-                    "tensors": original["tensors"]
-                    | {key: {"shape": shape, "dtype": "float32", "parts": []}}
-                },
-                message,
-            )
-            for key, shape, message in (
-                ("optimizer/exp_avg/other", [0, 3], "of other, and no such parameter"),
-                ("model/other", [0], "another model: other exists only there"),
-                (
-                    "optimizer/other/embedding.weight",
-                    [0],
-                    "has shape [0], and the parameter [31, 32]",
-                ),
-                ("rng/1/torch", [0], "generators of ranks [0, 1], and 1 ranks wrote it"),
-                ("other", [0], "a tensor 'other', which no checkpoint has"),
-            )
+        (with_tensor("optimizer/exp_avg/other", [0, 3]), "of other, and no such parameter"),
+        (with_tensor("model/other", [0]), "another model: other exists only there"),
+        (
+            with_tensor("optimizer/other/embedding.weight", [0]),
+            "has shape [0], and the parameter [31, 32]",
         ),
+        (with_tensor("rng/1/torch", [0]), "generators of ranks [0, 1], and 1 ranks wrote it"),
+        (with_tensor("other", [0]), "a tensor 'other', which no checkpoint has"),
         ({"extra": original | {"extra": original}}, "does not say which run it belongs to"),
         (
             {
@@ -268,7 +263,8 @@ def test_no_number_of_a_marker_decides_how_long_it_is_checked(run):
     ]
     line = {"shape": [2000, 1], "dtype": "float32"}
     line["parts"] = [[0, 1, name, 4 * i, [[i, i + 1], [0, 1]]] for i in range(2000)]
-    generator = original["tensors"]["rng/0/torch"]
+    generator = original["tensors"]["rng/0/torch"] | {"shape": [0], "parts": []}
+    generators = {f"rng/{rank}/torch": generator for rank in range(1, 100)}
     for changes, message in (
         ({"world_size": 10**9}, "has the generators of ranks [0], and 1000000000 ranks wrote it"),
         ({"world_size": 2**63}, "'world_size' is not a number of ranks"),
@@ -287,12 +283,7 @@ def test_no_number_of_a_marker_decides_how_long_it_is_checked(run):
             "has shape [4611686018427387904, 0], which the state of no random",
         ),
         (
-            {
-                "tensors": {
-                    f"rng/{rank}/torch": generator | {"shape": [0], "parts": []}
-                    for rank in range(1, 100)
-                }
-            },
+            {"tensors": generators},
             "has the generators of ranks 0 to 99 (100 of them), and 1 ranks wrote it",
         ),
         (

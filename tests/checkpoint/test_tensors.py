@@ -21,7 +21,7 @@ WHOLE = {
 
 
 def written(folder, ranks, threads):
-    """A checkpoint of WHOLE, each tensor cut into as many parts as there are ranks."""
+    """Write a checkpoint of WHOLE, each tensor cut into one part per rank."""
     temporary = folder.begin(1)
     results = []
     for rank in range(ranks):
@@ -29,7 +29,9 @@ def written(folder, ranks, threads):
         results.append(tensors.write(temporary, rank, shards, threads))
     content = {"world_size": 2, "groups": [{"params": []}], "extra": {}}
     content |= dict.fromkeys(("strategy", "torch", "optimizer"), "x")
-    content["files"] = {name: entry for written, _ in results for name, entry in written.items()}
+    content["files"] = {}
+    for files_of_rank, _ in results:
+        content["files"] |= files_of_rank
     content["tensors"] = tensors.merged([index for _, index in results])
     folder.commit(1, content)
     return folder.open(1)

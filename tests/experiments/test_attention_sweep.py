@@ -113,9 +113,8 @@ def findings_follow_intervals(seed):
     peers = records[:3]
     sides = {record.variant: side_of_one(record.metrics, "ours_over_wall") for record in peers}
     lines = sweep.EXPERIMENT.view.findings(records)
-    named = [
-        variant for variant in sides if any(f"({variant}, ours / it" in line for line in lines)
-    ]
+    text = "\n".join(lines)
+    named = [variant for variant in sides if f"({variant}, ours / it" in text]
     assert named == [variant for variant, side in sides.items() if side == "slower"]
     unclear = [*sides.values()].count("unclear")
     told = [line for line in lines if line.startswith("This run cannot tell")]

@@ -72,19 +72,19 @@ def test_stages_of_a_replica_have_the_same_sequences(context):
 
 def out_of_memory_on_one_rank(context, where):
     """Rank 1's overlap row runs out of memory in construction, warm-up, step or inspection."""
-    backwards = itertools.count(1)
+    calls = itertools.count(1)
+    calls_until = {"construction": 1, "warm-up": 2, "timed step": 3, "inspection": 5}
 
     def reached(*_):
-        if (
-            next(backwards)
-            == {"construction": 1, "warm-up": 2, "timed step": 3, "inspection": 5}[where]
-        ):
+        if next(calls) == calls_until[where]:
             raise RuntimeError(DRIVER)
 
     def wrap(module, how):
         model = OverlapDDP(module, process_group=how.process_group)
-        if context.rank == 1:
-            reached() if where == "construction" else module.norm.weight.register_hook(reached)
+        if context.rank == 1 and where == "construction":
+            reached()
+        elif context.rank == 1:
+            module.norm.weight.register_hook(reached)
         return model
 
     naive, overlap, bucketed = variants(["naive", "overlap", "bucketed"], [1.0])
@@ -99,9 +99,9 @@ def out_of_memory_on_one_rank(context, where):
             steps=2,
             inspect=lambda variant, trial: trial(),
         )
-    found = {
-        name: timing.out_of_memory or len(timing.phases["step"]) for name, timing in timings.items()
-    }
+    found = {}
+    for name, timing in timings.items():
+        found[name] = timing.out_of_memory or len(timing.phases["step"])
     return found, said.getvalue()
 
 
@@ -120,7 +120,9 @@ def ended(context, out, fault):
     """Return exit code, stdout and stderr of a run in which something happens on this rank."""
     arguments = [*SMOKE_ARGUMENTS, "--strategies=local,naive,flat", f"--out={out}", "--name=run"]
     config, frame = ddp_bench.EXPERIMENT.chosen(ddp_bench.EXPERIMENT.parser().parse_args(arguments))
-    profile, time_block, blocks = Trial.profile, step_timing._time_block, itertools.count()
+    profile = Trial.profile
+    time_block = step_timing._time_block
+    blocks = itertools.count()
 
     def stops():
         signal.raise_signal(signal.SIGTERM)
@@ -130,8 +132,12 @@ def ended(context, out, fault):
 
     def traced(self, *options, **more):
         profile(self, *options, **more)
-        if self._name != "local":
-            {"bug": fails, "trace": fails, "signal": stops}.get(fault, bool)()
+        if self._name == "local":
+            return
+        if fault in ("bug", "trace"):
+            fails()
+        elif fault == "signal":
+            stops()
 
     def timed(*arguments, **more):
         if next(blocks) == 4 and fault == "round":
@@ -153,9 +159,8 @@ def ended(context, out, fault):
             clock = SimpleNamespace(monotonic=moments.__next__)
             stack.enter_context(patch.object(ddp_bench, "monotonic", moments.__next__))
             stack.enter_context(patch.object(measured_rows, "time", clock))
-        said, errors = (
-            stack.enter_context(to(io.StringIO())) for to in (redirect_stdout, redirect_stderr)
-        )
+        said = stack.enter_context(redirect_stdout(io.StringIO()))
+        errors = stack.enter_context(redirect_stderr(io.StringIO()))
         code = _to_end("ddp_bench", lambda: ddp_bench.EXPERIMENT.run(config, context, frame))
     return code, said.getvalue(), errors.getvalue()
 

@@ -109,22 +109,18 @@ def row(name, **metrics):
 
 
 def test_further_rounds_time_the_fastest_peers_alone():
-    rows = [
-        row(name, status="ok", step_p50_ms=ms) for name, ms in (("fsdp", 9.0), ("fsdp2 qkv", 5.0))
-    ]
-    close, slow = (
-        row(f"fsdp2 {keep}", status="ok", step_p50_ms=ms)
-        for keep, ms in (("auto", 5.1), ("block", 5.2))
-    )
-    full, failed, new = (
-        row("fsdp2 attention", status="OOM"),
-        row("fsdp2 block", status="failed"),
-        row("fsdp2 block"),
-    )
-    records = [*rows, close, slow, full]
-    assert [worth_timing(each, records) for each in (*records, failed, new)] == [True] * 3 + [
-        False
-    ] * 3 + [True]
+    ours = row("fsdp", status="ok", step_p50_ms=9.0)
+    fastest = row("fsdp2 qkv", status="ok", step_p50_ms=5.0)
+    close = row("fsdp2 auto", status="ok", step_p50_ms=5.1)
+    slow = row("fsdp2 block", status="ok", step_p50_ms=5.2)
+    full = row("fsdp2 attention", status="OOM")
+    failed = row("fsdp2 block", status="failed")
+    new = row("fsdp2 block")
+    records = [ours, fastest, close, slow, full]
+    for each in (ours, fastest, close, new):
+        assert worth_timing(each, records), each
+    for each in (slow, full, failed):
+        assert not worth_timing(each, records), each
 
 
 def test_what_cannot_fit_by_its_plan_is_not_tried():

@@ -10,21 +10,17 @@ from experiments.muon_placements import PLACEMENTS, wrong_rows
 def test_every_placement_stands_beside_adamw(smoke):
     records, _ = smoke("muon_placements")
     by_name = {record.variant: record.metrics for record in records}
-    assert set(by_name) == {
-        f"{name} {how}" for name, hows in PLACEMENTS.items() for how in ("adamw", *hows)
-    }
+    expected = set()
+    for name, placements in PLACEMENTS.items():
+        expected.update(f"{name} {how}" for how in ("adamw", *placements))
+    assert set(by_name) == expected
     for name, metrics in by_name.items():
         assert ("vs_adamw" in metrics) == ("adamw" not in name), name
         if name.endswith(("gather", "exchange")):
-            assert (
-                metrics["volume_as_predicted"]
-                and metrics["muon_bytes"] == metrics["predicted_muon_bytes"] > 0
-            )
-    assert (
-        by_name["bucketed all"]["optimizer_bytes"]
-        == 0
-        < by_name["sharded-optimizer owner"]["optimizer_bytes"]
-    )
+            assert metrics["volume_as_predicted"]
+            assert metrics["muon_bytes"] == metrics["predicted_muon_bytes"] > 0
+    assert by_name["bucketed all"]["optimizer_bytes"] == 0
+    assert by_name["sharded-optimizer owner"]["optimizer_bytes"] > 0
     assert 1 <= by_name["zero1 exchange"]["most_work"] <= 2
 
 

@@ -47,7 +47,11 @@ def test_the_list_has_every_experiment_with_its_question_and_imports_nothing(cap
     assert len(lines) <= 40 and max(map(len, lines)) <= 100
     for name in experiments():
         experiment = load(name).EXPERIMENT
-        needs = "GPU" if experiment.gpus else "ranks" if experiment.ranks == "many" else ""
+        needs = ""
+        if experiment.gpus:
+            needs = "GPU"
+        elif experiment.ranks == "many":
+            needs = "ranks"
         assert f"  {name:<24} {needs:<5}  {experiment.view.question}" in lines
     assert len(lines) == len(CATALOGUE) + len(experiments()) + 2
 

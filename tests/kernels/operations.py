@@ -1,9 +1,9 @@
-"""Every fused operation in one table: what to call, the same in plain torch, and the shapes of its
-tensors.
-"""
+"""Table of every fused operation: the function, the same in plain torch, the tensors' shapes."""
 
 import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -56,17 +56,6 @@ def plain_linear_cross_entropy(x, weight, t, **options):
     return F.cross_entropy(x @ weight.T, t, **options)
 
 
-def product(epilogue):
-    """Of a, b and a bias, with this epilogue: function and reference."""
-    return lambda *t: matmul(*t, epilogue=epilogue), lambda *t: reference.matmul(*t, epilogue)
-
-
-def attention_by(function):
-    """Causal attention of one head, and the same in plain torch; (N, h) each."""
-    plain = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-    return lambda *t: function.apply(*(x[None] for x in t), True)[0], plain
-
-
 def options_of(q):
     """Options of attention that need more than q, k and v: documents of three rows each, with a
     softcap.
@@ -94,110 +83,140 @@ def keep(x, p):
     return dropout(torch.ones_like(x, dtype=torch.float32), p, seed=1) != 0
 
 
-# name → (function, the same in plain torch, a shape for each tensor). Letters of shapes: n is all
-# dimensions before the last, m the same but at least one, N as many rows in one, d the width, e the
-# next even one, h the nearest that a head can have, o another width.
+class Operation(NamedTuple):
+    """A fused operation, and what it is compared with.
+
+    Attributes:
+        function: function of the tensors.
+        plain: the same in plain torch.
+        shapes: shape of each tensor, a letter for each dimension: n is all dimensions before the
+            last, m the same but at least one, N their product, d the width, e the next even number
+            from d on, h the nearest width that a head can have, o another width.
+    """
+
+    function: Callable
+    plain: Callable
+    shapes: tuple[str, ...]
+
+
+def attention_of(function):
+    """Return causal attention of one head by a Function, (N, h) each, and the same in torch."""
+
+    def ours(*tensors):
+        # A batch of one.
+        return function.apply(*(tensor[None] for tensor in tensors), True)[0]
+
+    plain = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+    return Operation(ours, plain, ("Nh", "Nh", "Nh"))
+
+
+def matmul_with(epilogue):
+    """Return a product of a, b and a bias, with an epilogue."""
+    return Operation(
+        lambda *tensors: matmul(*tensors, epilogue=epilogue),
+        lambda *tensors: reference.matmul(*tensors, epilogue),
+        ("Nd", "do", "o"),
+    )
+
+
+def half_dropout_of_linear_gelu(*tensors):
+    hidden = reference.gelu(F.linear(*tensors))
+    return reference.dropout(hidden, keep(hidden, 0.5), 0.5)
+
+
 OPERATIONS = {
-    "add": (add, reference.add, "nd", "nd"),
-    "gelu": (gelu, lambda x: F.gelu(x, approximate="tanh"), "nd"),
-    "swiglu": (swiglu, lambda gate, up: F.silu(gate) * up, "nd", "nd"),
-    "rope": (lambda x: rope(x, *tables(x)), lambda x: reference.rope(x, *tables(x)), "me"),
-    "dropout": (lambda x: dropout(x, 0.0), lambda x: x, "nd"),
-    "seeded_dropout": (lambda x: dropout(x, 1.0, seed=1), lambda x: 0 * x, "nd"),
-    "linear_gelu_dropout": (
-        lambda *t: linear_gelu_dropout(*t, 0.0),
-        lambda *t: reference.gelu(F.linear(*t)),
-        "nd",
-        "od",
-        "o",
+    "add": Operation(add, reference.add, ("nd", "nd")),
+    "gelu": Operation(gelu, lambda x: F.gelu(x, approximate="tanh"), ("nd",)),
+    "swiglu": Operation(swiglu, lambda gate, up: F.silu(gate) * up, ("nd", "nd")),
+    "rope": Operation(
+        lambda x: rope(x, *tables(x)), lambda x: reference.rope(x, *tables(x)), ("me",)
     ),
-    "softmax": (softmax, lambda x: x.softmax(-1), "nd"),
-    "weighted_sum": (weighted_sum, reference.weighted_sum, "nd", "d"),
-    "rms_norm": (rms_norm, reference.rms_norm, "nd", "d"),
-    "RMSNormPyTorch": (RMSNormPyTorch.apply, reference.rms_norm, "nd", "d"),
-    "add_rms_norm": (add_rms_norm, reference.add_rms_norm, "nd", "nd", "d"),
-    "layer_norm": (layer_norm, reference.layer_norm, "nd", "d", "d"),
-    "cross_entropy": (labelled(cross_entropy), labelled(F.cross_entropy), "No"),
-    "cross_entropies": (
+    "dropout": Operation(lambda x: dropout(x, 0.0), lambda x: x, ("nd",)),
+    "seeded_dropout": Operation(lambda x: dropout(x, 1.0, seed=1), lambda x: 0 * x, ("nd",)),
+    "linear_gelu_dropout": Operation(
+        lambda *tensors: linear_gelu_dropout(*tensors, 0.0),
+        lambda *tensors: reference.gelu(F.linear(*tensors)),
+        ("nd", "od", "o"),
+    ),
+    "softmax": Operation(softmax, lambda x: x.softmax(-1), ("nd",)),
+    "weighted_sum": Operation(weighted_sum, reference.weighted_sum, ("nd", "d")),
+    "rms_norm": Operation(rms_norm, reference.rms_norm, ("nd", "d")),
+    "RMSNormPyTorch": Operation(RMSNormPyTorch.apply, reference.rms_norm, ("nd", "d")),
+    "add_rms_norm": Operation(add_rms_norm, reference.add_rms_norm, ("nd", "nd", "d")),
+    "layer_norm": Operation(layer_norm, reference.layer_norm, ("nd", "d", "d")),
+    "cross_entropy": Operation(labelled(cross_entropy), labelled(F.cross_entropy), ("No",)),
+    "cross_entropies": Operation(
         labelled(cross_entropy, reduction="none"),
         labelled(F.cross_entropy, reduction="none"),
-        "No",
+        ("No",),
     ),
-    "linear_cross_entropy": (
-        labelled(linear_cross_entropy),
-        labelled(plain_linear_cross_entropy),
-        "Nd",
-        "od",
+    "linear_cross_entropy": Operation(
+        labelled(linear_cross_entropy), labelled(plain_linear_cross_entropy), ("Nd", "od")
     ),
-    "matmul": (matmul, lambda a, b: a @ b, "Nd", "do"),
-    "matmul_gelu": (*product("gelu"), "Nd", "do", "o"),
-    "attention": (*attention_by(FlashAttention2), "Nh", "Nh", "Nh"),
-    "attention_lse": (attention_and_lse, plain_attention_and_lse, "Nh", "Nh", "Nh"),
-    "attention_torch": (*attention_by(FlashAttention2PyTorch), "Nh", "Nh", "Nh"),
+    "matmul": Operation(matmul, lambda a, b: a @ b, ("Nd", "do")),
+    "matmul_gelu": matmul_with("gelu"),
+    "attention": attention_of(FlashAttention2),
+    "attention_lse": Operation(attention_and_lse, plain_attention_and_lse, ("Nh", "Nh", "Nh")),
+    "attention_torch": attention_of(FlashAttention2PyTorch),
 }
-# What takes other ways with other options; the properties that do not depend on those are tested of
-# OPERATIONS alone.
-VARIANTS = {
-    **{f"matmul_{name}": (*product(name), "Nd", "do", "o") for name in EPILOGUES},
-    "swiglu_of_halves": (
-        lambda x: swiglu(*x.chunk(2, -1)),
-        lambda x: reference.swiglu(*x.chunk(2, -1)),
-        "ne",
+# Other options take other paths in the same kernels. Properties that do not depend on the options
+# are tested with OPERATIONS alone.
+VARIANTS = {f"matmul_{name}": matmul_with(name) for name in EPILOGUES}
+VARIANTS |= {
+    "swiglu_of_halves": Operation(
+        lambda x: swiglu(*x.chunk(2, -1)), lambda x: reference.swiglu(*x.chunk(2, -1)), ("ne",)
     ),
-    "half_dropout": (
+    "half_dropout": Operation(
         lambda x: dropout(x, 0.5, seed=1),
         lambda x: reference.dropout(x, keep(x, 0.5), 0.5),
-        "nd",
+        ("nd",),
     ),
-    "linear_gelu_half_dropout": (
-        lambda *t: linear_gelu_dropout(*t, p=0.5, seed=1),
-        lambda *t: reference.dropout(h := reference.gelu(F.linear(*t)), keep(h, 0.5), 0.5),
-        "nd",
-        "od",
+    "linear_gelu_half_dropout": Operation(
+        lambda *tensors: linear_gelu_dropout(*tensors, p=0.5, seed=1),
+        half_dropout_of_linear_gelu,
+        ("nd", "od"),
     ),
-    "add_rms_norm_silu": (
-        lambda *t: add_rms_norm(*t, 1e-5, "silu"),
-        lambda *t: reference.add_rms_norm(*t, 1e-5, "silu"),
-        "nd",
-        "nd",
-        "d",
+    "add_rms_norm_silu": Operation(
+        lambda *tensors: add_rms_norm(*tensors, 1e-5, "silu"),
+        lambda *tensors: reference.add_rms_norm(*tensors, 1e-5, "silu"),
+        ("nd", "nd", "d"),
     ),
-    "RMSNormPyTorch_eps": (
-        lambda *t: RMSNormPyTorch.apply(*t, 0.1),
-        lambda *t: reference.rms_norm(*t, 0.1),
-        "nd",
-        "d",
+    "RMSNormPyTorch_eps": Operation(
+        lambda *tensors: RMSNormPyTorch.apply(*tensors, 0.1),
+        lambda *tensors: reference.rms_norm(*tensors, 0.1),
+        ("nd", "d"),
     ),
-    "layer_norm_without_bias": (layer_norm, reference.layer_norm, "nd", "d"),
-    **{
-        f"cross_entropy_{options}": (
-            labelled(cross_entropy, **options),
-            labelled(F.cross_entropy, **options),
-            "No",
-        )
-        for options in (
-            {"label_smoothing": 0.1},
-            {"reduction": "sum"},
-            {"reduction": "none", "label_smoothing": 0.3},
-        )
-    },
-    **{
-        f"linear_cross_entropy_{size}_{options}": (
-            labelled(functools.partial(linear_cross_entropy, chunk_bytes=size), **options),
-            labelled(plain_linear_cross_entropy, **options),
-            "Nd",
-            "od",
-        )
-        for size, options in (
-            (600, {"label_smoothing": 0.1, "ignore_index": 4}),
-            (10**9, {"reduction": "sum"}),
-        )
-    },
+    "layer_norm_without_bias": Operation(layer_norm, reference.layer_norm, ("nd", "d")),
 }
+for _options in (
+    {"label_smoothing": 0.1},
+    {"reduction": "sum"},
+    {"reduction": "none", "label_smoothing": 0.3},
+):
+    VARIANTS[f"cross_entropy_{_options}"] = Operation(
+        labelled(cross_entropy, **_options), labelled(F.cross_entropy, **_options), ("No",)
+    )
+for _chunk_bytes, _options in (
+    (600, {"label_smoothing": 0.1, "ignore_index": 4}),
+    (10**9, {"reduction": "sum"}),
+):
+    _in_chunks = functools.partial(linear_cross_entropy, chunk_bytes=_chunk_bytes)
+    VARIANTS[f"linear_cross_entropy_{_chunk_bytes}_{_options}"] = Operation(
+        labelled(_in_chunks, **_options),
+        labelled(plain_linear_cross_entropy, **_options),
+        ("Nd", "od"),
+    )
 
 
 def shapes_of(name, n=(3,), d=8, o=5):
-    """The shapes of an operation's tensors."""
+    """Return the shapes of an operation's tensors.
+
+    Args:
+        name: name of the operation.
+        n: sizes of all dimensions before the last.
+        d: width.
+        o: another width.
+    """
     lengths = {
         "n": n,
         "m": n or (1,),
@@ -207,21 +226,26 @@ def shapes_of(name, n=(3,), d=8, o=5):
         "o": (o,),
         "h": (max(1, min(d, 256)),),
     }
-    return [
-        sum((lengths[letter] for letter in shape), ())
-        for shape in (OPERATIONS | VARIANTS)[name][2:]
-    ]
+    shapes = []
+    for letters in (OPERATIONS | VARIANTS)[name].shapes:
+        shape = ()
+        for letter in letters:
+            shape += lengths[letter]
+        shapes.append(shape)
+    return shapes
 
 
 def compare_at(name, sizes, dtype=torch.float32, tolerance=None):
-    """An operation with its reference.
+    """Compare an operation with its reference.
 
     Weights of products are small, so that their results are of order one.
     """
-    function, plain, *letters = (OPERATIONS | VARIANTS)[name]
-    drawn = [draw(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes_of(name, *sizes))]
-    scaled = [
-        x * max(sizes[1], 1) ** -0.5 if shape in ("do", "od") else x
-        for shape, x in zip(letters, drawn, strict=True)
-    ]
-    compare(function, plain, *scaled, tolerance=tolerance)
+    operation = (OPERATIONS | VARIANTS)[name]
+    d = sizes[1]  # sizes are (n, d) or (n, d, o), as in `shapes_of`
+    tensors = []
+    for seed, shape in enumerate(shapes_of(name, *sizes)):
+        tensor = draw(*shape, dtype=dtype, seed=seed)
+        if operation.shapes[seed] in ("do", "od"):
+            tensor = tensor * max(d, 1) ** -0.5
+        tensors.append(tensor)
+    compare(operation.function, operation.plain, *tensors, tolerance=tolerance)

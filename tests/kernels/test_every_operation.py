@@ -62,14 +62,18 @@ def test_empty(name, either):
 
 def test_compile_has_no_break():
     """All operations in one graph; the same bits as without compiling."""
-    inputs = {name: [draw(*s).requires_grad_() for s in shapes_of(name)] for name in OPERATIONS}
+    inputs = {}  # operation → its tensors
+    leaves = []  # all of them
+    for name in OPERATIONS:
+        inputs[name] = [draw(*shape).requires_grad_() for shape in shapes_of(name)]
+        leaves += inputs[name]
 
     def all_outputs(*_):
-        return tuple(
-            y for name, tensors in inputs.items() for y in outputs(OPERATIONS[name][0], tensors)
-        )
+        found = []
+        for name, tensors in inputs.items():
+            found += outputs(OPERATIONS[name].function, tensors)
+        return tuple(found)
 
-    leaves = [t for tensors in inputs.values() for t in tensors]
     compiled = torch.compile(all_outputs, fullgraph=True, backend="aot_eager")
     same_bits(results(compiled, leaves), results(all_outputs, leaves))
 
@@ -91,7 +95,7 @@ CAST = {
 
 @every
 def test_autocast_gives_gradients_back_in_the_type_of_the_inputs(name):
-    function, plain, *_ = OPERATIONS[name]
+    function, plain, _ = OPERATIONS[name]
     inputs = [draw(*s, seed=i).requires_grad_() for i, s in enumerate(shapes_of(name))]
     with torch.autocast(DEVICE, torch.float16):
         ours = results(function, inputs)
@@ -115,7 +119,7 @@ def test_autocast_gives_gradients_back_in_the_type_of_the_inputs(name):
 def test_flops_of_forward_and_backward_are_counted(name, flops):
     """By torch's counter; of causal attention over three rows the six pairs."""
     with FlopCounterMode(display=False) as counter:
-        results(OPERATIONS[name][0], [draw(*s).requires_grad_() for s in shapes_of(name)])
+        results(OPERATIONS[name].function, [draw(*s).requires_grad_() for s in shapes_of(name)])
     assert counter.get_total_flops() == flops
 
 
@@ -126,7 +130,8 @@ def facts(tensors):
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_fake_tensors_are_like_real_ones(name, dtype, either):
-    function, shapes = OPERATIONS[name][0], shapes_of(name)
+    function = OPERATIONS[name].function
+    shapes = shapes_of(name)
     real = facts(results(function, [draw(*s, dtype=dtype).requires_grad_() for s in shapes]))
     with FakeTensorMode():
         fakes = [torch.empty(s, dtype=dtype, device=DEVICE, requires_grad=True) for s in shapes]
@@ -138,7 +143,7 @@ def test_fake_tensors_are_like_real_ones(name, dtype, either):
 @every
 def test_views_that_overlap(name, either):
     """Rows of a sliding window, and of a matrix that is one row many times."""
-    function, plain, *_ = OPERATIONS[name]
+    function, plain, _ = OPERATIONS[name]
     shapes = shapes_of(name)
     windows = [
         draw(s[-1] + 2 * (s[0] - 1)).unfold(0, s[-1], 2) if len(s) == 2 else draw(2 * s[0])[::2]
@@ -157,7 +162,7 @@ def negative(x):
 @every
 def test_values_that_do_not_lie_in_memory(name, either):
     """Negatives by torch's bit and zeros without memory, as inputs and from upstream."""
-    function, plain, *_ = OPERATIONS[name]
+    function, plain, _ = OPERATIONS[name]
     shapes = shapes_of(name)
     assert negative(draw(2)).is_neg()
     for make in (negative, lambda x: torch._efficientzerotensor(x.shape, device=x.device)):
@@ -171,7 +176,8 @@ def test_gradients_of_gradients_are_refused(name, either):
     """Also where the upstream gradient requires none: a penalty on the gradient would lack its own
     gradient.
     """
-    function, shapes = OPERATIONS[name][0], shapes_of(name)
+    function = OPERATIONS[name].function
+    shapes = shapes_of(name)
     inputs = [draw(*s).requires_grad_() for s in shapes]
     out = sum(y.sum() for y in outputs(function, inputs))
     if name in ("add", "dropout"):  # whose gradients depend on nothing

@@ -29,7 +29,9 @@ def product_kernel(
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    m, k, n = tl.arange(0, M), tl.arange(0, K), tl.arange(0, N)
+    m = tl.arange(0, M)
+    k = tl.arange(0, K)
+    n = tl.arange(0, N)
     a = tl.load(a_ptr + m[:, None] * K + k[None, :])
     b = tl.load(b_ptr + k[:, None] * N + n[None, :])
     at = m[:, None] * N + n[None, :]

@@ -48,18 +48,14 @@ def test_without_triton_nothing_is_launched(monkeypatch):
 
 
 def test_products_are_as_near_as_the_formats_allow(either):
-    x, w, dy = (
-        draw(3, 16, 64).requires_grad_(),
-        draw(32, 64, seed=1).requires_grad_(),
-        draw(3, 16, 32, seed=2),
-    )
+    x = draw(3, 16, 64).requires_grad_()
+    w = draw(32, 64, seed=1).requires_grad_()
+    dy = draw(3, 16, 32, seed=2)
     y = float8_linear(x, w)
     y.backward(dy)
-    rows, wide, upstream = (
-        x.detach().view(-1, 64).double(),
-        w.detach().double(),
-        dy.view(-1, 32).double(),
-    )
+    rows = x.detach().view(-1, 64).double()
+    wide = w.detach().double()
+    upstream = dy.view(-1, 32).double()
     assert y.shape == (3, 16, 32) and x.grad.shape == x.shape
     near_enough(y.view(-1, 32), rows @ wide.T)
     near_enough(x.grad.view(-1, 64), upstream @ wide)

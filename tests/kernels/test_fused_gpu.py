@@ -32,10 +32,12 @@ WIDTHS = [1, 7, 50, 1000, 4096, 4097, 8192, 8193, 16384, 16385, 32768, 32769, 20
 
 
 def limit(dtype, rows=8):
-    """Rounding of values up to 8, and sums of weight gradients over the rows."""
-    return {torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 6e-2}[dtype] * max(
-        1, rows / 8
-    ) ** 0.5
+    """Return the rounding of values up to 8, and of sums of weight gradients over the rows.
+
+    Rounding errors of a sum grow with the root of its length.
+    """
+    of_values = {torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 6e-2}
+    return of_values[dtype] * max(1, rows / 8) ** 0.5
 
 
 ROWS = (
@@ -148,11 +150,9 @@ def test_matmul(sizes, dtype):
     """Every other size, of those by descriptors and of those by pointers, has an epilogue."""
     m, k, n = sizes
     epilogue = "gelu" if m in (513, 1000) else None
-    a, b, bias = (
-        draw(m, k, dtype=dtype) * k**-0.5,
-        draw(k, n, dtype=dtype, seed=1),
-        draw(n, dtype=dtype, seed=2),
-    )
+    a = draw(m, k, dtype=dtype) * k**-0.5
+    b = draw(k, n, dtype=dtype, seed=1)
+    bias = draw(n, dtype=dtype, seed=2)
     for left, right in ((a, b), (a.T.contiguous().T, b), (a, b.T.contiguous().T)):
         ours = matmul(left, right, bias, epilogue=epilogue).double()
         exact = reference.matmul(a.double(), b.double(), bias.double(), epilogue)
@@ -221,11 +221,11 @@ def test_cross_entropy_of_large_logits_of_16_bits(options, dtype, offset):
 
 
 def test_linear_cross_entropy_saves_the_logits():
-    n, d, v = 4096, 512, 100_000
-    x, w = (
-        draw(n, d, dtype=torch.bfloat16).requires_grad_(),
-        (draw(v, d, dtype=torch.bfloat16) * 0.05).requires_grad_(),
-    )
+    n = 4096  # rows
+    d = 512  # width
+    v = 100_000  # classes
+    x = draw(n, d, dtype=torch.bfloat16).requires_grad_()
+    w = (draw(v, d, dtype=torch.bfloat16) * 0.05).requires_grad_()
     t = torch.arange(n, device="cuda") * 7919 % v
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -277,7 +277,7 @@ OPAQUE = (
     ids=str,
 )
 def test_inductor_launches_the_kernels_from_its_own_code(name, dtype):
-    function = OPERATIONS[name][0]
+    function = OPERATIONS[name].function
     torch.compiler.reset()
     inputs = [draw(*s, dtype=dtype, seed=i).requires_grad_() for i, s in enumerate(shapes_of(name))]
     ours, sources = run_and_get_code(
@@ -288,11 +288,9 @@ def test_inductor_launches_the_kernels_from_its_own_code(name, dtype):
 
 
 def test_inductor_keeps_what_two_sums_over_rows_wrote_apart():
-    x, w, b = (
-        draw(300, 256).requires_grad_(),
-        draw(256).requires_grad_(),
-        draw(256).requires_grad_(),
-    )
+    x = draw(300, 256).requires_grad_()
+    w = draw(256).requires_grad_()
+    b = draw(256).requires_grad_()
     for function, inputs in ((layer_norm, (x, w, b)), (rms_norm, (x, w))):
         compiled = results(torch.compile(function, fullgraph=True), inputs)
         torch.testing.assert_close(compiled, results(function, inputs), **LAST_BITS)

@@ -134,12 +134,13 @@ def test_tiles_that_a_mask_cuts(key_count, hi):
         cut = hopper.backward_cut(key_count, hi, rows == 128)
         for first_key in range(0, key_count, 128):
             first = max(first_key - hi, 0) // rows * rows
-            hidden = [
-                row
-                for row in range(first, 512, rows)
-                if first_key + 127 > min(row + hi, key_count - 1)
-            ]
-            assert set(hidden) <= {0: set(), 1: {first}, 2: set(hidden)}[cut]
+            hidden = set()  # first rows of tiles in which a query does not see a key
+            for row in range(first, 512, rows):
+                last_seen = min(row + hi, key_count - 1)
+                if first_key + 127 > last_seen:
+                    hidden.add(row)
+            may_be_cut = {0: set(), 1: {first}, 2: hidden}
+            assert hidden <= may_be_cut[cut]
     # of the forward, whose consumers with tiles of 128 begin at the last key that any sees
     for keys in (64, 128):
         for row in range(0, 512, 64):
@@ -213,7 +214,9 @@ def test_sums_of_dq_are_cleared_and_put_in_order_wherever_they_go(head_dim):
     from kernels.flash_attention.backward import launch_delta
     from kernels.flash_attention.hopper_backward import cast_kernel
 
-    batch, heads, columns = 17, 1, configs.block_d(head_dim)
+    batch = 17
+    heads = 1
+    columns = configs.block_d(head_dim)
     exact = torch.randn(batch, heads, 128, columns)
     total = as_added(exact)
     dq = torch.empty_strided(

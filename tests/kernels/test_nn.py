@@ -55,8 +55,12 @@ class MultiHead(torch.nn.Module):
         )
 
 
-X, LOGITS, TARGETS = draw(3, 5, 24), draw(5, 24), torch.tensor([3, 0, -1, 23, 7], device=DEVICE)
-Q, K, V = draw(2, 5, 32), draw(2, 9, 16), draw(2, 9, 16, seed=1)
+X = draw(3, 5, 24)
+LOGITS = draw(5, 24)
+TARGETS = torch.tensor([3, 0, -1, 23, 7], device=DEVICE)
+Q = draw(2, 5, 32)
+K = draw(2, 9, 16)
+V = draw(2, 9, 16, seed=1)
 CASES = {  # name → ours, torch's, their arguments, inputs
     "rms_norm": (nn.RMSNorm, torch.nn.RMSNorm, dict(normalized_shape=24, eps=1e-3), (X,)),
     "layer_norm": (nn.LayerNorm, torch.nn.LayerNorm, dict(normalized_shape=24, eps=1e-3), (X,)),

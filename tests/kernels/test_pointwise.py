@@ -20,11 +20,9 @@ from .near import near, same_bits
 
 def test_the_gradient_of_a_bias_beside_half_precision_is_summed_in_its_own_dtype(either):
     """A thousand rows whose gradients are 100: the sum is beyond fp16."""
-    x, w, b = (
-        draw(1000, 2) * 0,
-        draw(3, 2),
-        torch.full((3,), 20.0, device=DEVICE, requires_grad=True),
-    )
+    x = draw(1000, 2) * 0
+    w = draw(3, 2)
+    b = torch.full((3,), 20.0, device=DEVICE, requires_grad=True)
     with torch.autocast(DEVICE, torch.float16):
         y = linear_gelu_dropout(x, w, b, 0.0)
     (db,) = torch.autograd.grad(y, b, torch.full_like(y, 100.0))
@@ -241,7 +239,8 @@ def test_addresses_are_sent_again_only_when_a_tensor_has_moved():
     columns = [[draw(8), draw(8)] for _ in range(4)]
     addresses = Addresses()
     table = addresses.of(columns)
-    assert table.tolist() == [[t.data_ptr() for t in row] for row in zip(*columns, strict=True)]
+    for row, tensors in zip(table.tolist(), zip(*columns, strict=True), strict=True):
+        assert row == [tensor.data_ptr() for tensor in tensors]
     assert addresses.aligned and addresses.of(columns) is table
     columns[1][0] = draw(9)[1:]
     assert addresses.of(columns)[0, 1] == columns[1][0].data_ptr() and not addresses.aligned

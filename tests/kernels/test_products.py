@@ -58,7 +58,9 @@ def test_gradients_of_products_that_fp16_does_not_hold(epilogue, value, either):
 
 
 def test_a_product_under_autocast_is_not_rounded_before_its_epilogue(either):
-    a, b, bias = draw(8, 100) * 0.1, draw(100, 9, seed=1), draw(9, seed=2)
+    a = draw(8, 100) * 0.1
+    b = draw(100, 9, seed=1)
+    bias = draw(9, seed=2)
     with torch.autocast(DEVICE, torch.float16):
         y = matmul(a, b, bias, epilogue="gelu")
     assert torch.equal(y, matmul(a.half(), b.half(), bias, epilogue="gelu"))
@@ -251,14 +253,15 @@ def test_linear_cross_entropy_goes_backward_once():
 
 
 def error_of_chunks(dtype, chunks):
-    """Relative error of dw, its norm over the norm of what is exact, where that many chunks add to
-    it.
-    """
-    x, w, t = draw(32, 8, dtype=dtype), draw(20, 8, dtype=dtype, seed=1) * 0.1, targets_for(32, 20)
-    leaf, exact = w.requires_grad_(), w.detach().double().requires_grad_()
-    (dw,) = torch.autograd.grad(
-        linear_cross_entropy(x, leaf, t, chunk_bytes=32 // chunks * 20 * 2), leaf
-    )
+    """Return the relative error of dw, by norms, if that many chunks add to it."""
+    x = draw(32, 8, dtype=dtype)
+    w = draw(20, 8, dtype=dtype, seed=1) * 0.1
+    t = targets_for(32, 20)
+    leaf = w.requires_grad_()
+    exact = w.detach().double().requires_grad_()
+    rows = 32 // chunks
+    chunk_bytes = rows * 20 * 2  # logits of 20 classes in 16 bits
+    (dw,) = torch.autograd.grad(linear_cross_entropy(x, leaf, t, chunk_bytes=chunk_bytes), leaf)
     (expected,) = torch.autograd.grad(F.cross_entropy(x.double() @ exact.T, t), exact)
     assert dw.dtype == dtype
     return ((dw.double() - expected).norm() / expected.norm()).item()
@@ -276,7 +279,9 @@ def test_the_error_of_many_chunks_is_that_of_one(either):
 
 @pytest.mark.parametrize("chunk_bytes", [40, 10**9])
 def test_an_fp32_weight_under_autocast_gets_the_sum_unrounded(chunk_bytes, either):
-    x, w, t = draw(6, 8), draw(10, 8, seed=1), targets_for(6, 10)
+    x = draw(6, 8)
+    w = draw(10, 8, seed=1)
+    t = targets_for(6, 10)
     leaf = w.clone().requires_grad_()
     with torch.autocast(DEVICE, torch.float16):
         loss = linear_cross_entropy(x, leaf, t, chunk_bytes=chunk_bytes)
@@ -290,7 +295,9 @@ def test_an_fp32_weight_under_autocast_gets_the_sum_unrounded(chunk_bytes, eithe
 
 
 def test_linear_cross_entropy_makes_only_the_gradients_that_are_needed():
-    x, w, t = draw(6, 8), draw(10, 8, seed=1).requires_grad_(), targets_for(6, 10)
+    x = draw(6, 8)
+    w = draw(10, 8, seed=1).requires_grad_()
+    t = targets_for(6, 10)
     with FlopCounterMode(display=False) as counter:
         loss = linear_cross_entropy(x, w, t)
     assert counter.get_total_flops() == 2 * (2 * 6 * 8 * 10)

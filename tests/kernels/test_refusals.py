@@ -18,7 +18,9 @@ from kernels.weighted_sum import weighted_sum
 
 from .fused import DEVICE, draw
 
-X, W, T = draw(2, 8), draw(8), torch.tensor([0, 1], device=DEVICE)
+X = draw(2, 8)
+W = draw(8)
+T = torch.tensor([0, 1], device=DEVICE)
 
 
 # An error names the argument and the allowed values. One function checks shape, dtype and device of

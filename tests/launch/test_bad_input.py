@@ -241,7 +241,9 @@ MISTAKES = {
         ("--size 8B --checkpointing qkv:30,gate-up:9", "add up to the 34 blocks of the model"),
     ],
 }
-CASES = [(module, argv, line) for module, mistakes in MISTAKES.items() for argv, line in mistakes]
+CASES = []  # (module, options, line that is said)
+for _module, _mistakes in MISTAKES.items():
+    CASES += [(_module, argv, line) for argv, line in _mistakes]
 
 
 @pytest.fixture

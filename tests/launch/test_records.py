@@ -2,6 +2,7 @@
 twice.
 """
 
+import itertools
 import json
 import shlex
 import subprocess
@@ -25,13 +26,10 @@ first = { minutes = 1, options = "--preset published" }
 long = { minutes = 30, options = "--preset published" }
 """
 MACHINES = tuple(tomllib.loads(records.MANIFEST.read_text()))
+CASES = [*itertools.chain.from_iterable(map(records.cases, MACHINES))]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [case for name in MACHINES for case in records.cases(name)],
-    ids=lambda c: f"{c.experiment}-{c.run}",
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.experiment}-{case.run}")
 def test_a_command_of_the_manifest_is_one(case):
     experiment = load(case.experiment).EXPERIMENT
     args = experiment.parser().parse_args(shlex.split(case.options))
@@ -40,12 +38,14 @@ def test_a_command_of_the_manifest_is_one(case):
 
 
 def test_every_record_has_the_name_of_a_case_that_renews_it():
-    known = {case.run for name in MACHINES for case in records.cases(name)}
-    found = {
-        path.relative_to(records.MANIFEST.parent).as_posix()
-        for path in records.MANIFEST.parent.rglob("*.json")
-    }
-    assert not {path for path in found if path[:-5].partition("/")[2] not in known}
+    known = {case.run for case in CASES}
+    unknown = set()
+    for path in records.MANIFEST.parent.rglob("*.json"):
+        # The first folder is the experiment's.
+        run = path.relative_to(records.MANIFEST.parent).with_suffix("").as_posix().partition("/")[2]
+        if run not in known:
+            unknown.add(path)
+    assert not unknown
 
 
 @pytest.fixture

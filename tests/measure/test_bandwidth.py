@@ -15,11 +15,11 @@ from distlab.testing import run_ranks
 
 
 def every_operation(context):
-    return [
-        time_collective(context, operation, size, warmup=1, repeats=5)
-        for operation in OPERATIONS
-        for size in (1, 4099)
-    ]
+    timings = []
+    for operation in OPERATIONS:
+        for size in (1, 4099):
+            timings.append(time_collective(context, operation, size, warmup=1, repeats=5))
+    return timings
 
 
 def test_every_collective_is_checked_and_timed_on_the_slowest_rank():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from distlab.measure.memory_timeline import (
+    CATEGORIES,
     Allocation,
     Holdings,
     allocator_history,
@@ -49,17 +50,9 @@ def test_a_training_step_is_accounted_for(tmp_path):
     model, step, optimizer = trainer(attention="naive")
     timeline = recorded(model, step, optimizer, tmp_path)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    of = {
-        name: [b for b in timeline.allocations if b.category == name]
-        for name in (
-            "parameters",
-            "optimizer state",
-            "gradients",
-            "activations",
-            "temporary",
-            "before",
-        )
-    }
+    of = {name: [] for name in CATEGORIES}
+    for block in timeline.allocations:
+        of[block.category].append(block)
     assert sum(b.bytes for b in of["parameters"]) == size
     assert sum(b.bytes for b in of["gradients"]) == size
     # Activations: at least what the blocks must keep, and all of it gone when backward ends.

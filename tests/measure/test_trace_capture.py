@@ -140,7 +140,8 @@ def test_ranks_of_two_hosts_with_one_process_id_stay_apart():
         }
         files.append(capture._with_rank(raw, rank, 2, "nccl"))
         assert files[rank]["distributedInfo"] == {"backend": "nccl", "rank": rank, "world_size": 2}
-    first, second = ({entry["pid"] for entry in file["traceEvents"]} for file in files)
+    first = {entry["pid"] for entry in files[0]["traceEvents"]}
+    second = {entry["pid"] for entry in files[1]["traceEvents"]}
     assert not first & second and set(files[0]) == {"traceEvents", "distributedInfo"}
 
 

@@ -18,13 +18,16 @@ intervals = st.lists(
 
 
 def cells(spans):
-    """The unit cells [i, i+1) that the half-open intervals cover."""
-    return {cell for start, end in spans for cell in range(start, end)}
+    """Return the unit cells [i, i+1) that the half-open intervals cover, by their i."""
+    found = set()
+    for start, end in spans:
+        found.update(range(start, end))
+    return found
 
 
 def is_normal(spans):
-    ends = [point for span in spans for point in span]
-    # disjoint, ascending, not touching, not empty
+    """Return True for intervals that are disjoint, ascending, not touching and not empty."""
+    ends = itertools.chain.from_iterable(spans)
     return all(a < b for a, b in itertools.pairwise(ends))
 
 

@@ -79,7 +79,9 @@ def test_rms_norm_under_autocast_is_quiet_and_precise(x_dtype):
 
 def test_rope_angles():
     # Pair i of position t is turned by t·theta^(-2i/D): one plane at a time, as complex numbers.
-    D, T, theta = 6, 5, 50.0
+    D = 6  # width of a head
+    T = 5  # positions
+    theta = 50.0
     x = torch.randn(2, T, D, dtype=torch.float64)
     cos, sin = ops.rope_tables(ops.positions(T, torch.device("cpu")), D, theta)
     assert cos.dtype is torch.float32

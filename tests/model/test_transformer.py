@@ -37,31 +37,31 @@ def _gradients(model, autocast=False, rows=3):
 def _explicit_logits(model, tokens):
     """The formula of the module's docstring written out, one head at a time."""
     p = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
-    config, T, D = model.config, tokens.shape[1], model.config.head_dim
-    tables = [
-        table.double() for table in rope_tables(positions(T, tokens.device), D, config.rope_theta)
-    ]
+    config = model.config
+    T = tokens.shape[1]
+    D = config.head_dim
+    cos, sin = rope_tables(positions(T, tokens.device), D, config.rope_theta)
+    tables = (cos.double(), sin.double())
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
     x = p["embedding.weight"][tokens]
     for i in range(config.num_layers):
         block = {name.removeprefix(f"blocks.{i}."): value for name, value in p.items()}
-        h = (
-            rms_norm(x, block["attention_norm.weight"], config.norm_eps)
-            @ block["attention.qkv.weight"].T
-        )
-        heads, (queries, keys, values) = (
-            [],
-            h.split([config.d_model, config.kv_width, config.kv_width], dim=-1),
-        )
+        h = rms_norm(x, block["attention_norm.weight"], config.norm_eps)
+        qkv = h @ block["attention.qkv.weight"].T
+        widths = [config.d_model, config.kv_width, config.kv_width]
+        queries, keys, values = qkv.split(widths, dim=-1)
+        heads = []
         for head in range(config.num_heads):
             kv_head = head * config.kv_heads // config.num_heads  # neighbours share one
             q = rope(queries[..., head * D : (head + 1) * D], *tables)
-            k, v = (part[..., kv_head * D : (kv_head + 1) * D] for part in (keys, values))
+            k = keys[..., kv_head * D : (kv_head + 1) * D]
+            v = values[..., kv_head * D : (kv_head + 1) * D]
             scores = (q @ rope(k, *tables).mT / math.sqrt(D)).masked_fill(future, -math.inf)
             heads.append(torch.softmax(scores, -1) @ v)
         x = x + torch.cat(heads, dim=-1) @ block["attention.output.weight"].T
         h = rms_norm(x, block["feed_forward_norm.weight"], config.norm_eps)
-        gate, up = h @ block["feed_forward.w1.weight"].T, h @ block["feed_forward.w3.weight"].T
+        gate = h @ block["feed_forward.w1.weight"].T
+        up = h @ block["feed_forward.w3.weight"].T
         x = x + (gate * gate.sigmoid() * up) @ block["feed_forward.w2.weight"].T
     return rms_norm(x, p["norm.weight"], config.norm_eps) @ p["head.weight"].T
 

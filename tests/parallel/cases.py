@@ -149,12 +149,15 @@ def cast_matrices(module, dtype):
     """The module with what FSDP casts in `dtype`: not the vectors of modules that hold no
     matrix.
     """
-    if dtype is not None:
-        for each in module.modules():
-            if any(p.ndim >= 2 for p in each.parameters()):
-                for parameter in each._parameters.values():
-                    if parameter is not None:
-                        parameter.data = parameter.data.to(dtype)
+    if dtype is None:
+        return module
+    for each in module.modules():
+        has_matrix = any(parameter.ndim >= 2 for parameter in each.parameters())
+        if not has_matrix:
+            continue
+        for parameter in each._parameters.values():
+            if parameter is not None:
+                parameter.data = parameter.data.to(dtype)
     return module
 
 
@@ -213,9 +216,10 @@ class Reference(OneProcess):
 
 
 def by_op(recorder):
-    """Op → (calls, bytes) of what a `CollectiveRecorder` has seen."""
-    calls = Counter(call.op for call in recorder.calls)
-    return {
-        op: (n, sum(call.bytes for call in recorder.calls if call.op == op))
-        for op, n in calls.items()
-    }
+    """Return operation → (calls, bytes) of the calls of a `CollectiveRecorder`."""
+    calls = Counter()
+    sent_bytes = Counter()
+    for call in recorder.calls:
+        calls[call.op] += 1
+        sent_bytes[call.op] += call.bytes
+    return {op: (calls[op], sent_bytes[op]) for op in calls}

@@ -21,10 +21,12 @@ limits = st.one_of(st.none(), st.floats(1e-5, 1e-2))
 
 @given(parameters, limits, st.integers(1, 5))
 def test_a_plan_holds_every_parameter_once_within_its_limit(sizes, limit, world_size):
-    numels, dtypes = [n for n, _ in sizes], [d for _, d in sizes]
+    numels = [numel for numel, _ in sizes]
+    dtypes = [dtype for _, dtype in sizes]
     plan = plan_buckets(numels, dtypes, limit, world_size=world_size)
 
-    assert sorted(index for bucket in plan for index in bucket.indices) == list(range(len(sizes)))
+    indices = itertools.chain.from_iterable(bucket.indices for bucket in plan)
+    assert sorted(indices) == list(range(len(sizes)))
     for bucket in plan:
         expected_offset = 0
         # contiguous, of one type

@@ -216,8 +216,9 @@ def test_wrap_gives_its_class_every_argument_that_the_class_takes(monkeypatch):
 
         return record
 
-    wrappers = {strategy.wrap for strategy in STRATEGIES.values()}
-    used = {name for wrap in wrappers for name in wrap.__code__.co_names}
+    used = set()
+    for strategy in STRATEGIES.values():
+        used.update(strategy.wrap.__code__.co_names)
     for name in used & vars(registry).keys():
         monkeypatch.setattr(registry, name, recorder(inspect.signature(getattr(registry, name))))
     for name, strategy in STRATEGIES.items():

@@ -30,17 +30,17 @@ class Fragile(nn.Module):
     def __init__(self, reentrant=False):
         super().__init__()
         self.reentrant = reentrant
-        self.first, self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first = nn.Linear(4, 4)
+        self.middle = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
 
     def forward(self, x, fail):
         hidden = self.middle(self.first(x))
         if fail:
             hidden.register_hook(_raise_memory_error)
-        return (
-            checkpoint(self.last, hidden, use_reentrant=True)
-            if self.reentrant
-            else self.last(hidden)
-        )
+        if self.reentrant:
+            return checkpoint(self.last, hidden, use_reentrant=True)
+        return self.last(hidden)
 
 
 def _raise_memory_error(_):

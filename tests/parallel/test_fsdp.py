@@ -41,11 +41,9 @@ class OwnRMSNorm(nn.Module):
 class OwnBlock(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.up, self.down = (
-            OwnRMSNorm(width),
-            OwnLinear(width, 13),
-            OwnLinear(13, width),
-        )
+        self.norm = OwnRMSNorm(width)
+        self.up = OwnLinear(width, 13)
+        self.down = OwnLinear(13, width)
         self.bias = nn.Parameter(torch.randn(width) * 0.1)
 
     def forward(self, x):

@@ -92,10 +92,10 @@ def test_parameters_that_are_kept_are_gathered_once_a_step_and_given_back_at_its
 
 def bytes_held(fsdp):
     """Bytes of each unit's gathered buffers, freed or not."""
-    return [
-        sum(param.buffer.untyped_storage().nbytes() for param in unit.params)
-        for unit in fsdp._units
-    ]
+    held = []
+    for unit in fsdp._units:
+        held.append(sum(param.buffer.untyped_storage().nbytes() for param in unit.params))
+    return held
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

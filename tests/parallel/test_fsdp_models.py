@@ -138,15 +138,14 @@ FROZEN = {  # name: how to build it, prefixes of what is frozen the second time
     "a part of a parameter": (LearnedPositions, ("table",)),
 }
 ROWS = {
-    **{name: Row(make, own_loss, frozen, torch.float16) for name, (make, frozen) in OWN.items()},
-    **{
-        f"{name}, frozen {frozen}": Row(make, frozen=frozen)
-        for name, (make, second) in FROZEN.items()
-        for frozen in ((), second)
-    },
     "shapes": Row(Shapes),
     "shapes, a buffer for each row length": Row(Shapes, worth=0),
 }
+for _name, (_make, _frozen) in OWN.items():
+    ROWS[_name] = Row(_make, own_loss, _frozen, torch.float16)
+for _name, (_make, _second) in FROZEN.items():
+    for _frozen in ((), _second):
+        ROWS[f"{_name}, frozen {_frozen}"] = Row(_make, frozen=_frozen)
 
 
 def trains_as_one_process(context, name):

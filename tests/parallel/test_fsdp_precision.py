@@ -26,11 +26,9 @@ class Norms(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.batch_norm, self.conv = (
-            nn.Linear(8, 8),
-            nn.BatchNorm1d(8),
-            nn.Conv1d(8, 8, 1),
-        )
+        self.layer = nn.Linear(8, 8)
+        self.batch_norm = nn.BatchNorm1d(8)
+        self.conv = nn.Conv1d(8, 8, 1)
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
         self.norms = nn.ModuleList(
             [

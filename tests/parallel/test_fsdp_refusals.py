@@ -75,7 +75,9 @@ def test_units_inside_a_compiled_graph(context):
 def test_an_optimizer_built_before_wrapping(context):
     """Issue 4: it would step parameters that are in use no more."""
     module = linear()
-    optimizers = [torch.optim.AdamW(p for p in module.parameters() if p.ndim == n) for n in (1, 2)]
+    vectors = [parameter for parameter in module.parameters() if parameter.ndim == 1]
+    matrices = [parameter for parameter in module.parameters() if parameter.ndim == 2]
+    optimizers = [torch.optim.AdamW(vectors), torch.optim.AdamW(matrices)]
     wrapper = FSDP(module, process_group=context.group)
     for optimizer in optimizers:
         with pytest.raises(RuntimeError, match="wrap first, then build the optimizer"):

@@ -83,7 +83,8 @@ def test_zero_grad_drops_a_backward_that_was_not_backward_and_finish(
     for step in range(2):
         with fsdp.no_sync() if kept else nullcontext():
             (own_loss(fsdp, context.rank, 7, context.device) * float("nan")).backward()
-        {"optimizer": optimizers[0], "module": fsdp.module, "wrapper": fsdp}[zeroed].zero_grad()
+        zeroes = {"optimizer": optimizers[0], "module": fsdp.module, "wrapper": fsdp}
+        zeroes[zeroed].zero_grad()
         for each, optimizer in zip((fsdp, plain), optimizers, strict=True):
             with each.no_sync():
                 backward(each, context, step)

@@ -1,5 +1,6 @@
 """The pure plan: what is gathered together, what lies where, in one process."""
 
+import itertools
 import math
 from unittest import mock
 
@@ -35,7 +36,7 @@ def test_shards_of_all_ranks_make_up_each_parameter(shapes, world_size, worth):
     """
     with mock.patch.object(planning, "WORTH_A_BUFFER", worth):
         buffers = plan_buffers(shapes, world_size)
-    assert sorted(index for indices in buffers for index in indices) == list(range(len(shapes)))
+    assert sorted(itertools.chain.from_iterable(buffers)) == list(range(len(shapes)))
     for indices in buffers:
         assert indices == sorted(indices)
         plan = RowLayout(tuple(shapes[i] for i in indices), world_size)
@@ -47,9 +48,12 @@ def test_shards_of_all_ranks_make_up_each_parameter(shapes, world_size, worth):
 
 
 def check_shards(plan, index, owned):
-    """One parameter's shards; counts in `owned` whom each element of the buffer belongs to."""
-    shape, flat, end = plan.sizes[index], torch.arange(plan.numel), 0
-    assert plan.offsets[index] % ALIGNMENT == 0
+    """Check one parameter's shards, and count in `owned` the owners of each of its elements."""
+    shape = plan.sizes[index]
+    flat = torch.arange(plan.numel)
+    offset = plan.offsets[index]
+    end = 0  # first element of the parameter that no rank before has
+    assert offset % ALIGNMENT == 0
     for rank in range(plan.world_size):
         first, last = plan.shard_range(index, rank)
         assert 0 <= first <= last <= math.prod(shape)
@@ -59,8 +63,9 @@ def check_shards(plan, index, owned):
         start = plan.place(index, rank)
         stop = start + last - first
         assert 0 <= start <= stop <= plan.slice_numel
-        mine = flat[rank * plan.slice_numel : (rank + 1) * plan.slice_numel][start:stop]
-        assert torch.equal(mine, flat[plan.offsets[index] + first : plan.offsets[index] + last])
+        slice_of_rank = flat[rank * plan.slice_numel : (rank + 1) * plan.slice_numel]
+        mine = slice_of_rank[start:stop]
+        assert torch.equal(mine, flat[offset + first : offset + last])
         owned[mine] += 1
         sizes = plan.shard_sizes(index, rank)
         assert math.prod(sizes) == last - first and len(sizes) == len(shape)
@@ -82,8 +87,11 @@ def test_padding_of_a_real_block(name, expected):
 
     def padding(world_size):
         buffers = plan_buffers(shapes, world_size)
-        plans = [RowLayout(tuple(shapes[i] for i in indices), world_size) for indices in buffers]
-        return len(plans), round(100 * (sum(plan.numel for plan in plans) / elements - 1), 1)
+        padded_elements = 0
+        for indices in buffers:
+            shapes_of_buffer = tuple(shapes[index] for index in indices)
+            padded_elements += RowLayout(shapes_of_buffer, world_size).numel
+        return len(buffers), round(100 * (padded_elements / elements - 1), 1)
 
     for world_size in (3, 8, 64):
         buffers, percent = padding(world_size)
@@ -115,9 +123,11 @@ def test_what_is_found_where_nothing_is_gathered():
 
 
 def units(module):
-    return {
-        u.name: [e.name for e in u.entries] for u in plan_units(module, list_entries(module, None))
-    }
+    """Return unit → names of its parameters."""
+    found = {}
+    for unit in plan_units(module, list_entries(module, None)):
+        found[unit.name] = [entry.name for entry in unit.entries]
+    return found
 
 
 class Layered(nn.Module):

@@ -166,7 +166,11 @@ def names_of_stub(package):
     """Return name → module of a package's stub."""
     stub = Path(package.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
     imports = [node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom)]
-    return {alias.asname: node.module for node in imports for alias in node.names}
+    modules = {}
+    for node in imports:
+        for alias in node.names:
+            modules[alias.asname] = node.module
+    return modules
 
 
 def test_a_star_import_gives_every_exported_name():

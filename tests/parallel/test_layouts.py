@@ -5,8 +5,10 @@ The loss alone shows little: norms whose gradients are not summed, an all-reduce
 loss or another rank's positions leave it as it is, or nearly so.
 """
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +58,12 @@ TABLE = {  # ranks → layouts under their strategies
 
 
 def rows_of(table):
-    return [(layout, strategy) for layout, strategies in table.items() for strategy in strategies]
+    """Return (layout, strategy) of each strategy of each layout."""
+    rows = []
+    for layout, strategies in table.items():
+        for strategy in strategies:
+            rows.append((layout, strategy))
+    return rows
 
 
 @pytest.mark.parametrize("ranks", TABLE)
@@ -77,15 +84,23 @@ def of_two_halves(model):
     ops = model.operations()
 
     def each(kept, x, weight):
-        return torch.cat(
-            [
-                F.linear(part, of_rank)
-                for part, of_rank in zip(x.chunk(2), kept(weight), strict=True)
-            ]
-        )
+        """Multiply each rank's half of the batch with the part of the matrix that it has."""
+        products = []
+        for part, of_rank in zip(x.chunk(2), kept(weight), strict=True):
+            products.append(F.linear(part, of_rank))
+        return torch.cat(products)
 
-    def rows(weight, *sizes):
-        return [torch.cat([part.chunk(2)[rank] for part in weight.split(sizes)]) for rank in (0, 1)]
+    def halves_of_qkv(weight):
+        """Return for each rank its half of the rows of queries, keys and values."""
+        parts = weight.split([CONFIG.d_model, CONFIG.kv_width, CONFIG.kv_width])
+        chunks = [part.chunk(2) for part in parts]
+        return [torch.cat(of_rank) for of_rank in zip(*chunks, strict=True)]
+
+    def halves_of_rows(weight):
+        return weight.chunk(2)
+
+    def halves_of_columns(weight):
+        return weight.chunk(2, dim=1)
 
     def loss(x, weight, targets):
         logits = [F.linear(x, rows) for rows in weight.chunk(2)]
@@ -96,15 +111,11 @@ def of_two_halves(model):
         return ((total.log() + top - target) * counted).sum() / counted.sum()
 
     for block in model.blocks:
-        block.attention.qkv.multiply = partial(
-            each, lambda weight: rows(weight, CONFIG.d_model, CONFIG.kv_width, CONFIG.kv_width)
-        )
-        block.feed_forward.w1.multiply = block.feed_forward.w3.multiply = partial(
-            each, lambda weight: weight.chunk(2)
-        )
-        block.attention.output.multiply = block.feed_forward.w2.multiply = partial(
-            each, lambda w: w.chunk(2, 1)
-        )
+        block.attention.qkv.multiply = partial(each, halves_of_qkv)
+        block.feed_forward.w1.multiply = partial(each, halves_of_rows)
+        block.feed_forward.w3.multiply = partial(each, halves_of_rows)
+        block.attention.output.multiply = partial(each, halves_of_columns)
+        block.feed_forward.w2.multiply = partial(each, halves_of_columns)
 
     def norm(x, weight, eps):
         """The weight's gradient is a sum of two halves' of the sequence, that of x as without
@@ -131,10 +142,9 @@ def test_two_ranks_are_to_the_bit_one_process_that_adds_the_same_two_halves():
     of_two_halves(model)
     training = replace(TRAINING, micro_batches=1, dtype=torch.float32)
     model(*training.batches(0)[0]).backward()
-    ((_, found, _),) = trained(training, 2, [("tp2", "naive")])
-    assert [
-        name for name, p in model.named_parameters() if not torch.equal(found[name], p.grad)
-    ] == []
+    (found,) = trained(training, 2, [("tp2", "naive")])
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found.gradients[name], parameter.grad), name
 
 
 @pytest.mark.parametrize(
@@ -178,13 +188,10 @@ def test_messages_and_bytes_are_the_closed_forms():
         shape = ModelShape.of(CONFIG, layout.tensor)
         inside = {"batch": ROWS, "context": context // layout.context}
         between = {"batch": ROWS, "context": context, "ranks": layout.context}
-        forms = (
-            tensor_volume(shape, **inside),
-            context_volume(shape, **between, how=layout.attention),
-        )
-        expected = tuple(
-            sum(getattr(form, field) for form in forms) for field in ("collectives", "bytes")
-        )
+        of_tensor = tensor_volume(shape, **inside)
+        of_context = context_volume(shape, **between, how=layout.attention)
+        both = of_tensor + of_context
+        expected = (both.collectives, both.bytes)
         assert found[str(layout)] == expected, layout
         if layout.ranks == ROWS:  # a simulated group of ranks has a sequence for each of them
             step = simulate_training(
@@ -193,35 +200,52 @@ def test_messages_and_bytes_are_the_closed_forms():
             assert (len(step.calls), step.comm_bytes) == expected, f"{layout}, simulated"
 
 
+@dataclass(frozen=True)
+class Mistake:
+    """A model that the ranks of a layout cannot share.
+
+    Attributes:
+        said: part of the error.
+        layout: layout as text.
+        changes: changes to `CONFIG`.
+        strategy: name of the strategy.
+        stages: blocks of each stage.
+        checkpointing: recomputation.
+    """
+
+    said: str
+    layout: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    strategy: str = "bucketed"
+    stages: tuple[int, ...] = ()
+    checkpointing: str = "none"
+
+
+MISTAKES = (
+    Mistake("cannot share 1 attention heads", "tp2", {"num_heads": 4, "num_kv_heads": 1}),
+    Mistake("63 words", "tp2", {"vocab_size": 63}),
+    Mistake("set dropout to 0", "tp2", {"dropout": 0.1}),
+    Mistake("does not divide the 2 ranks", "tp3"),
+    Mistake("2 stages cannot have equal parts of 3 blocks", "pp2", {"num_layers": 3}),
+    Mistake("1 block cannot fill 2 stages", "pp2", {"num_layers": 1}),
+    Mistake("give 2 numbers", "pp2", stages=(2, 1)),
+    Mistake("shares the embedding's matrix", "pp2", {"tie_embeddings": True}),
+    Mistake("fsdp gives a block's", "pp2-zero-bubble", strategy="fsdp"),
+    Mistake("no recomputation", "pp2-zero-bubble", checkpointing="block"),
+)
+
+
 @on_two_ranks
 def test_what_does_not_divide_is_one_sentence_on_every_rank(context):
-    """What each mistake is told on every rank, before anything is sent."""
-    for said, layout, changes, strategy, options in (
-        (
-            "cannot share 1 attention heads",
-            "tp2",
-            {"num_heads": 4, "num_kv_heads": 1},
-            "bucketed",
-            {},
-        ),
-        ("63 words", "tp2", {"vocab_size": 63}, "bucketed", {}),
-        ("set dropout to 0", "tp2", {"dropout": 0.1}, "bucketed", {}),
-        ("does not divide the 2 ranks", "tp3", {}, "bucketed", {}),
-        ("2 stages cannot have equal parts of 3 blocks", "pp2", {"num_layers": 3}, "bucketed", {}),
-        ("1 block cannot fill 2 stages", "pp2", {"num_layers": 1}, "bucketed", {}),
-        ("give 2 numbers", "pp2", {}, "bucketed", {"stages": (2, 1)}),
-        ("shares the embedding's matrix", "pp2", {"tie_embeddings": True}, "bucketed", {}),
-        ("fsdp gives a block's", "pp2-zero-bubble", {}, "fsdp", {}),
-        ("no recomputation", "pp2-zero-bubble", {}, "bucketed", {"checkpointing": "block"}),
-    ):
-        stages = options.pop("stages", ())
-        with pytest.raises(ValueError, match=said):
+    """Check the error of each mistake on every rank, before anything is sent."""
+    for mistake in MISTAKES:
+        with pytest.raises(ValueError, match=mistake.said):
             built(
                 context,
-                replace(CONFIG, **changes),
-                Layout.parse(layout, stages),
-                strategy,
-                **options,
+                replace(CONFIG, **mistake.changes),
+                Layout.parse(mistake.layout, mistake.stages),
+                mistake.strategy,
+                checkpointing=mistake.checkpointing,
             )
     for said, layout in (
         (r"splits\(\)", Layout(tensor=2)),

@@ -140,15 +140,9 @@ def test_a_batch_of_matrices_is_orthogonalised_as_one_by_one():
     iterations.
     """
     matrices = torch.randn(3, 96, 64, device="cuda")
-    together, alone = (
-        torch.cat(
-            [
-                orthogonalize(some, (3.4445, -4.7750, 2.0315), 5, 1e-7)
-                for some in matrices.split(number)
-            ]
-        )
-        for number in (3, 1)
-    )
+    options = ((3.4445, -4.7750, 2.0315), 5, 1e-7)  # coefficients, iterations, eps
+    together = orthogonalize(matrices, *options)
+    alone = torch.cat([orthogonalize(matrix, *options) for matrix in matrices.split(1)])
     exact = torch.linalg.svdvals(together.float())
     assert exact.min() > 0.5 and exact.max() < 1.3
     torch.testing.assert_close(together, alone, rtol=0, atol=0.02)
@@ -201,22 +195,20 @@ def test_where_no_rank_could_put_matrices_together_is_refused(context):
 # -- arguments and states, as torch's optimizers have them -----------------------------------------
 
 NAN = float("nan")
-REFUSED = [
-    *(
-        (name, value)
-        for name in ("lr", "weight_decay", "momentum", "eps", "adamw_eps")
-        for value in (-1e-9, NAN)
-    ),
-    ("lr", torch.ones(2)),
-    ("lr", torch.tensor(NAN)),
-    ("lr", torch.tensor(-1.0)),
-    *(
-        ("betas", value)
-        for value in ((0.9, 1.0), (1.5, 0.9), (-0.1, 0.9), (NAN, 0.9), (0.9, NAN), (0.9,))
-    ),
-    *(("ns_steps", value) for value in (0, -1, 100, 2.5, True)),
-    ("ns_coefficients", (1.0, 2.0)),
-]
+# option → values that torch refuses
+REFUSED_VALUES = {
+    "lr": [-1e-9, NAN, torch.ones(2), torch.tensor(NAN), torch.tensor(-1.0)],
+    "weight_decay": [-1e-9, NAN],
+    "momentum": [-1e-9, NAN],
+    "eps": [-1e-9, NAN],
+    "adamw_eps": [-1e-9, NAN],
+    "betas": [(0.9, 1.0), (1.5, 0.9), (-0.1, 0.9), (NAN, 0.9), (0.9, NAN), (0.9,)],
+    "ns_steps": [0, -1, 100, 2.5, True],
+    "ns_coefficients": [(1.0, 2.0)],
+}
+REFUSED = []
+for _name, _values in REFUSED_VALUES.items():
+    REFUSED += [(_name, _value) for _value in _values]
 
 
 @pytest.mark.parametrize("name, value", REFUSED)

@@ -57,11 +57,9 @@ def test_ranks_with_different_models_all_get_the_same_error(context):
 @on_two_ranks
 def test_mistakes_are_named_with_what_to_do_instead(context):
     """Check that each error says what to do: frozen models, odd tensors, wrong groups, copies."""
-    frozen, complex_, wrapped = (
-        nn.Linear(2, 2).requires_grad_(False),
-        nn.Linear(2, 2),
-        nn.Linear(2, 2),
-    )
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    wrapped = nn.Linear(2, 2)
+    complex_ = nn.Linear(2, 2)
     complex_.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
     two_devices = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     first = BucketedDDP(wrapped, process_group=context.group)
@@ -116,13 +114,14 @@ class Holding(nn.Module):
 def overlapping(kind):
     """Two parameters that share some memory."""
     whole = torch.randn(6, 6)
-    first, second = {
+    pairs = {
         "transposed": (whole, whole.t()),
         "one-row": (whole[:4], whole[3:]),
         "columns": (whole[:, :3], whole[:, 3:]),
         "expanded": (whole[0, 3:4].expand(5, 1), whole[0]),
         "other-dtype": (whole, whole.view(torch.float64)),
-    }[kind]
+    }
+    first, second = pairs[kind]
     return Holding(nn.Parameter(torch.randn(2)), nn.Parameter(first), nn.Parameter(second))
 
 

@@ -51,8 +51,11 @@ def test_parity_with_the_unsharded_optimizer(context, implementation, world_size
 
 
 def shares(context):
-    """Elements of Adam's state under both sharded optimizers, those of the model, and of its
-    largest parameter.
+    """Return elements of Adam's state under both sharded optimizers, and of the parameters.
+
+    Returns:
+        Elements of the state under `sharded-optimizer` and under `zero1`, of all parameters, and of
+            the largest one.
     """
     held = []
     for kind in ("sharded-optimizer", "zero1"):
@@ -61,14 +64,12 @@ def shares(context):
         sum(layer(torch.ones(3)).sum() for layer in model).backward()
         wrapper.finish_gradient_synchronization()
         optimizer.step()
-        held.append(
-            sum(
-                value.numel()
-                for s in optimizer.state.values()
-                for value in s.values()
-                if value.ndim > 0
-            )
-        )
+        elements = 0
+        for state in optimizer.state.values():
+            for value in state.values():
+                if value.ndim > 0:  # not Adam's count of steps
+                    elements += value.numel()
+        held.append(elements)
     sizes = [parameter.numel() for parameter in model.parameters()]
     return [*held, sum(sizes), max(sizes)]
 

@@ -60,8 +60,8 @@ def failures(context: RankContext) -> dict[str, str]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_on_one_gpu_train_as_one_process_does(world_size):
     found = run_ranks(failures, world_size, device="cuda:0", deadline_s=240, group_timeout_s=60)
-    assert not any(found), "\n".join(
-        f"rank {rank}, {name}: {text}"
-        for rank, failed in enumerate(found)
-        for name, text in failed.items()
-    )
+    lines = []
+    for rank, failed in enumerate(found):
+        for name, text in failed.items():
+            lines.append(f"rank {rank}, {name}: {text}")
+    assert not lines, "\n".join(lines)

@@ -126,12 +126,11 @@ def test_measured_points_take_the_colour_of_their_line(tmp_path, drawn):
     ]
     lines(tmp_path / "a.png", [Panel("left", "ranks", "ms", series)], title="")
     (left,) = drawn[0].axes
-    ours, peer, predicted = (
-        next(drawn for drawn in left.lines if drawn.get_label() == s.label) for s in series
-    )
+    line_of = {line.get_label(): line for line in left.lines}
+    ours, peer, predicted = (line_of[each.label] for each in series)
     assert ours.get_color() == predicted.get_color() != peer.get_color()
-    bars = [[tuple(point) for point in bar] for bar in left.collections[0].get_segments()]
-    assert bars == [[(1, 2.5), (1, 3.5)], [(2, 4.0), (2, 5.0)]]
+    bars = [bar.tolist() for bar in left.collections[0].get_segments()]
+    assert bars == [[[1, 2.5], [1, 3.5]], [[2, 4.0], [2, 5.0]]]
     assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == [
         s.label for s in series
     ]
@@ -147,7 +146,9 @@ def test_small_panels_say_what_is_not_finite(tmp_path, drawn):
         )
     ]
     lines(tmp_path / "a.png", panels, title="")
-    notes = [[text.get_text() for text in axes.texts] for axes in drawn[0].axes]
+    notes = []
+    for axes in drawn[0].axes:
+        notes.append([text.get_text() for text in axes.texts])
     assert notes == [["bad: no finite value"], ["bad: no value"], []]
     assert len(drawn[0].legends) == 1
 

@@ -69,6 +69,15 @@ def test_a_terminal_gets_the_first_columns_and_is_told_of_the_rest():
     assert shown >= 5 and lines[-1] == f"{len(many) - shown} more columns in the page"
 
 
+def test_a_long_name_keeps_its_end_and_a_long_sentence_its_beginning():
+    names = [f"my_package.my_wrappers_of_this_year:wrapper_{number}" for number in range(2)]
+    rows = [record(name, "RuntimeError: the wrapper did not return in 60 s") for name in names]
+    text = render_for_terminal(rows, COLUMNS[:2], width=100)
+    for number in range(2):
+        assert f"_of_this_year:wrapper_{number} " in text
+    assert "RuntimeError: the wrapper did not" in text and "in 60 s" not in text
+
+
 def test_what_is_counted_is_never_shown_as_zero():
     column = Column("metrics.step_p50_ms", "peak GiB", ".2f", scale=2**-30)
     texts = [column.text(record("a", value)) for value in (2.0**29, 2.0**20, 0.0)]

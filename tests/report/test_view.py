@@ -248,9 +248,11 @@ def test_a_headline_is_filled_with_environment_configuration_and_what_follows_fr
 def test_json_is_printed_where_it_is_kept(tmp_path, monkeypatch, kind, lines_of_json):
     """Without --json, only into a file: a pipe or a terminal is for a person."""
     path = tmp_path / "stdout"
-    reader, writer = (
-        os.pipe() if kind == "pipe" else pty.openpty() if kind == "terminal" else (None, None)
-    )
+    reader, writer = None, None
+    if kind == "pipe":
+        reader, writer = os.pipe()
+    elif kind == "terminal":
+        reader, writer = pty.openpty()
     stdout = open(path if writer is None else writer, "w")  # noqa: SIM115
     monkeypatch.setattr(sys, "stdout", stdout)
     say(VIEW, RECORDS, tmp_path / "report.html")

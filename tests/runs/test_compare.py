@@ -39,11 +39,11 @@ def samples(variant, values, **more):
 
 @pytest.fixture
 def recorded(tmp_path):
-    folders = {
-        name: saved(tmp_path, name, *(samples(row, steps) for row, steps in rows.items()))
-        for name, rows in SLOWED.items()
-    }
-    return {name: SavedRun.read(folder) for name, folder in folders.items()}
+    found = {}
+    for name, rows in SLOWED.items():
+        records = [samples(row, steps) for row, steps in rows.items()]
+        found[name] = SavedRun.read(saved(tmp_path, name, *records))
+    return found
 
 
 def unsaved(*records):

@@ -46,21 +46,22 @@ def test_a_plan_says_memory_and_time_before_anything_is_allocated(one_rank, monk
 
 
 def test_muon_multiplies_matrices_once_for_all_ranks_that_share_them():
-    step = {
-        (strategy, optimizer): estimate_step(
-            CONFIG, strategy, MACHINE, batch=8, ranks=4, optimizer=optimizer
-        )
-        for strategy in ("bucketed", "zero1")
-        for optimizer in ("adamw", "muon")
-    }
-    more = {key: time.optimizer - step[key[0], "adamw"].optimizer for key, time in step.items()}
+    step = {}
+    more = {}  # strategy → seconds that Muon's step takes longer than AdamW's
+    for strategy in ("bucketed", "zero1"):
+        for optimizer in ("adamw", "muon"):
+            step[strategy, optimizer] = estimate_step(
+                CONFIG, strategy, MACHINE, batch=8, ranks=4, optimizer=optimizer
+            )
+        muon_s = step[strategy, "muon"].optimizer
+        more[strategy] = muon_s - step[strategy, "adamw"].optimizer
     longer = (3072, 1024, 4096, 4096, 4096)  # sides; the other has 1024
     matrices = 4 * 1024 * sum(longer)
     flops = 4 * 5 * sum(4 * 1024**2 * side + 2 * 1024**3 for side in longer)
     saved = 8 * 4 * matrices / 3e12  # AdamW's pass over them
     launches = 5e-6
-    assert more["bucketed", "muon"] == pytest.approx(flops / 4e14 + launches - saved, rel=1e-3)
-    assert more["zero1", "muon"] == pytest.approx(more["bucketed", "muon"] / 4, rel=1e-3)
+    assert more["bucketed"] == pytest.approx(flops / 4e14 + launches - saved, rel=1e-3)
+    assert more["zero1"] == pytest.approx(more["bucketed"] / 4, rel=1e-3)
     sent = step["zero1", "muon"].communication - step["zero1", "adamw"].communication
     assert sent == pytest.approx(MACHINE.network.seconds(2 * 2 * matrices / 4, 4, 2, "all_to_all"))
 

@@ -69,15 +69,23 @@ def explained(tmp_path, trace=(), segments=()):
     return explain(read_snapshot(path)).devices[0]
 
 
+def temporaries(first_address):
+    """Return the events of 20 blocks, each of which is freed at once."""
+    events = []
+    for address in range(first_address, first_address + 20):
+        events += [alloc(address, 1), free(address, 1)]
+    return events
+
+
 def training(steps=4, leaks=False):
-    """The events of a training of one layer."""
+    """Return the events of a training of one layer."""
     events = [alloc(1, 100, frame(3)), alloc(2, 200, ADAM, frame(9))]
     for number in range(steps):
         events.append(alloc(10, 50, FORWARD, frame(5)))
-        events += [event for i in range(20) for event in (alloc(30 + i, 1), free(30 + i, 1))]
+        events += temporaries(30)
         events.append(alloc(11, 100))  # by autograd's thread
         events.append(free(10, 50))
-        events += [event for i in range(20) for event in (alloc(60 + i, 1), free(60 + i, 1))]
+        events += temporaries(60)
         events.append(free(11, 100))
         if leaks:
             events.append(alloc(1000 + number, 10, frame(42)))
@@ -106,7 +114,9 @@ def test_a_leak_is_named_with_its_line(tmp_path):
 
 
 def test_gaps_are_told_apart_by_kind(tmp_path):
-    used, gap, waiting = "active_allocated", "inactive", "active_pending_free"
+    used = "active_allocated"
+    gap = "inactive"
+    waiting = "active_pending_free"
     device = explained(
         tmp_path,
         segments=[
@@ -183,7 +193,8 @@ def test_json_has_everything_and_writes_nothing(tmp_path, capsys, monkeypatch):
 def test_the_page_has_every_table_and_a_picture(tmp_path, capsys):
     hostile = {**frame(42), "name": "<script>alert(1)</script>\x1b\ud800"}
     events = training(6)
-    events += [event for i in range(4) for event in [alloc(500 + i, 30, hostile), *training(2)]]
+    for address in range(500, 504):
+        events += [alloc(address, 30, hostile), *training(2)]
     gap = segment((10, "active_allocated"), (40, "inactive"))
     path = tmp_path / "snapshot.pickle"
     path.write_bytes(pickle.dumps({"segments": [gap], "device_traces": [events, training(3)]}))

@@ -125,7 +125,9 @@ PIPELINES = {  # ranks of each of their stages send other things
     "fsdp": ["pp2-interleaved,tp2", "pp2,cp2-ring"],
     "zero2": ["pp2-interleaved"],
 }
-DEEP, RANKS, MICRO_BATCHES = replace(CONFIG, num_layers=4), 8, 2
+DEEP = replace(CONFIG, num_layers=4)
+RANKS = 8
+MICRO_BATCHES = 2
 
 
 @pytest.mark.parametrize("strategy", PIPELINES)

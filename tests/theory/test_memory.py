@@ -145,21 +145,19 @@ def test_states_are_divided(shape, ranks):
     # FSDP has them on every rank
     vectors = [each for each in shape.parameter_shapes() if len(each) == 1]
     embedding = (shape.vocab_size, shape.d_model)
-    units = [
-        *[shape.matrix_shapes_per_block] * shape.num_layers,
-        *[[embedding]] * (1 if shape.tie_embeddings else 2),
-    ]
-    rows = sum(
-        RowLayout(tuple(unit[i] for i in indices), ranks).slice_numel
-        for unit in units
-        for indices in plan_buffers(unit, ranks)
-    )
-    states = {
-        name: step_memory(
+    units = [shape.matrix_shapes_per_block] * shape.num_layers
+    units += [[embedding]] * (1 if shape.tie_embeddings else 2)
+    rows = 0  # elements of all units' slices on a rank
+    for unit in units:
+        for indices in plan_buffers(unit, ranks):
+            shapes_of_buffer = tuple(unit[index] for index in indices)
+            rows += RowLayout(shapes_of_buffer, ranks).slice_numel
+    states = {}
+    for name in ("local", "bucketed", "sharded-optimizer", "zero1", "zero2", "fsdp"):
+        memory = step_memory(
             shape, batch=1, context=4, strategy=STRATEGIES[name], world_size=ranks, precision="fp32"
-        ).before_step.states
-        for name in ("local", "bucketed", "sharded-optimizer", "zero1", "zero2", "fsdp")
-    }
+        )
+        states[name] = memory.before_step.states
     assert states["local"] == states["bucketed"] == 16 * parameters
     assert states["zero1"] == 8 * parameters + 8 * math.ceil(parameters / ranks)
     assert states["zero2"] == 4 * parameters + 12 * math.ceil(parameters / ranks)
@@ -171,6 +169,8 @@ def test_states_are_divided(shape, ranks):
 def test_dealing_out_is_balanced(numels, ranks):
     owned = dealt_out(numels, ranks)
     assert sorted(chain.from_iterable(owned)) == list(range(len(numels)))
-    loads = [sum(numels[position] for position in positions) for positions in owned]
+    loads = []
+    for positions in owned:
+        loads.append(sum(numels[position] for position in positions))
     assert max(loads) - min(loads) <= max(numels)
     assert dealt_out([1, 2, 3], 2) == [[2], [1, 0]]  # the largest first

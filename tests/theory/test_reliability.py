@@ -11,18 +11,27 @@ FAILURES = Failures(between=20_000.0, checkpoint=60.0, restart=2_000.0)
 
 
 def test_goodput_is_that_of_drawn_failures():
-    """Periods of work and a save are repeated, each after a restart, until no failure comes in one.
+    """Check the closed form against 20,000 drawn intervals, within 3 %.
 
-    Within 3 %.
+    Work and a save are repeated, each time after a restart, until no failure comes in them.
     """
-    interval, generator = 1500.0, np.random.default_rng(0)
+    interval = 1500.0
+    generator = np.random.default_rng(0)
+
+    def failed_attempts(needed_s):
+        """Yield the seconds of each attempt that fails, until `needed_s` pass without a failure."""
+        while True:
+            until_failure_s = generator.exponential(FAILURES.between)
+            if until_failure_s >= needed_s:
+                return
+            yield until_failure_s
+
     lasting = total = 0.0
     for _ in range(20_000):
-        while (failure := generator.exponential(FAILURES.between)) < interval + FAILURES.checkpoint:
-            total += failure
-            while (again := generator.exponential(FAILURES.between)) < FAILURES.restart:
-                total += again
-            total += FAILURES.restart
+        for failed_s in failed_attempts(interval + FAILURES.checkpoint):
+            total += failed_s
+            # A failure during the restart begins the restart again.
+            total += sum(failed_attempts(FAILURES.restart)) + FAILURES.restart
         lasting += interval
         total += interval + FAILURES.checkpoint
     assert lasting / total == pytest.approx(FAILURES.goodput(interval), rel=0.03)

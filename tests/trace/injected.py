@@ -9,6 +9,7 @@ without a fault is bound by its matrix products, also if the host is slow.
 
 import gc
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from types import TracebackType
 
@@ -22,13 +23,12 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.data import DataLoader, Dataset
 
 WRAPPERS = ("ddp", "fsdp2")
-# Fault → the cause that the first finding must name, by wrapper. The host of FSDP2 waits in a hook
-# behind the all-gather, where the device has run out of all work, not only of the all-gather.
+# Fault → the cause that the first finding must name, by wrapper.
 EXPECTED = {
     "straggler": {"ddp": "straggler", "fsdp2": "straggler"},
     "item": {"ddp": "item", "fsdp2": "item"},
     "small buckets": {"ddp": "small messages", "fsdp2": "small messages"},
-    "blocking wait": {"ddp": "blocking wait", "fsdp2": "synchronisation"},
+    "blocking wait": {"ddp": "blocking wait", "fsdp2": "blocking wait"},
     "slow loader": {"ddp": "data loading", "fsdp2": "data loading"},
     "garbage collection": {"ddp": "garbage collection", "fsdp2": "garbage collection"},
     "one CTA": {"ddp": "one CTA", "fsdp2": "one CTA"},
@@ -38,10 +38,12 @@ EXPECTED = {
 BLOCKS = 8
 WIDTH = 4096  # features
 TOKENS = 8192  # per rank
-SMALL_LAYERS = 64
-SMALL_WIDTH = 128  # features: a weight of 32 KiB in bf16
-SMALL_TOKENS = 262_144
-LOAD_S = 0.05  # seconds that the slow loader takes for a batch
+READ_TOKENS = 4096  # where the host reads values, which takes 0.15 ms each
+SMALL_LAYERS = 128
+SMALL_WIDTH = 192  # features: a weight of 144 KiB in fp32
+SMALL_TOKENS = 8192  # per layer
+SMALL_ROUNDS = 16
+LOAD_S = 0.3  # seconds that the slow loader takes for a batch: the host is ahead by up to a step
 OBJECTS = 4_000_000  # that a collection of garbage visits
 
 
@@ -49,7 +51,7 @@ class Block(nn.Module):
     """A feed-forward block with a residual connection.
 
     Args:
-        is_read: whether the host reads a value of its output, as a check for NaN would.
+        is_read: whether the host reads a value of each layer's output, as a check for NaN would.
     """
 
     def __init__(self, is_read: bool) -> None:
@@ -63,11 +65,16 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output, of the input's shape (tokens, WIDTH)."""
-        hidden = F.gelu(self.middle(F.gelu(self.up(self.norm(x)))))
-        out = x + self.down(hidden * torch.sigmoid(self.gate(hidden)))
-        if self.is_read and out.abs().max().item() > 1e30:
+        hidden = self._checked(self.norm(x))
+        hidden = self._checked(F.gelu(self.up(hidden)))
+        hidden = self._checked(F.gelu(self.middle(hidden)))
+        gate = self._checked(torch.sigmoid(self.gate(hidden)))
+        return self._checked(x + self.down(hidden * gate))
+
+    def _checked(self, hidden: Tensor) -> Tensor:
+        if self.is_read and hidden[0, 0].item() > 1e30:
             raise ValueError("the output is too large")
-        return out
+        return hidden
 
 
 class Blocks(nn.Module):
@@ -89,28 +96,40 @@ class Blocks(nn.Module):
         for number, block in enumerate(self.blocks):
             if self.is_slow and number < 2:
                 with torch.no_grad():
-                    for _ in range(6):
+                    for _ in range(12):
                         torch.mm(x, x.T)
             x = block(x)
         return x.float().square().mean()
 
 
-class SmallLayers(nn.Module):
-    """64 narrow layers, which are applied twice.
+class SmallLayer(nn.Module):
+    """A module with one weight, (SMALL_WIDTH, SMALL_WIDTH)."""
 
-    So every gradient is complete only near the end of the backward.
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SMALL_WIDTH, SMALL_WIDTH) / SMALL_WIDTH**0.5)
+
+    def forward(self) -> Tensor:
+        """Return a copy of the weight, since FSDP2 frees the gathered one after this."""
+        return self.weight.clone()
+
+
+class SmallLayers(nn.Module):
+    """128 narrow layers, which run as one batched matrix product, as experts do.
+
+    So the device has much to do for each launch, and all gradients are complete at once.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        layers = [nn.Linear(SMALL_WIDTH, SMALL_WIDTH, bias=False) for _ in range(SMALL_LAYERS)]
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.ModuleList(SmallLayer() for _ in range(SMALL_LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the mean of the output squared, a scalar."""
-        for _ in range(2):
-            for layer in self.layers:
-                x = F.gelu(layer(x))
+        """Return the mean of the output squared, a scalar, for x (SMALL_TOKENS, SMALL_WIDTH)."""
+        weights = torch.stack([layer() for layer in self.layers]).to(x.dtype)
+        x = x.expand(SMALL_LAYERS, -1, -1)
+        for _ in range(SMALL_ROUNDS):
+            x = F.gelu(torch.bmm(x, weights))
         return x.float().square().mean()
 
 
@@ -143,12 +162,16 @@ def waiting_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future
     return future.then(lambda finished: finished.value()[0])
 
 
-class LateAllGather:
-    """An all-gather of FSDP2 that begins only after the compute that was launched before it."""
+class Allocator:
+    """Memory for a collective of FSDP2."""
 
-    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised tensor."""
         return torch.empty(size, dtype=dtype, device=device)
+
+
+class LateAllGather(Allocator):
+    """An all-gather of FSDP2 that begins only after the compute that was launched before it."""
 
     def __call__(
         self,
@@ -160,6 +183,23 @@ class LateAllGather:
         """Gather the shards of a unit on the stream of all-gathers, which is the current one."""
         torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+class WaitingReduceScatter(Allocator):
+    """A reduce-scatter of FSDP2 for which the host waits."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce a unit's gradients on the stream of reduce-scatters, which is the current one."""
+        work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+        torch.cuda.current_stream().synchronize()
+        return work
 
 
 class Run:
@@ -183,14 +223,17 @@ class Run:
             self.group = dist.new_group(pg_options=options)
         torch.manual_seed(0)
         is_small = fault == "small buckets"
-        if is_small:
-            model = SmallLayers()
-        else:
-            model = Blocks(fault == "item", fault == "straggler" and context.rank == 1)
-        model.to(self.device)
+        with self.device:
+            if is_small:
+                model = SmallLayers()
+            else:
+                model = Blocks(fault == "item", fault == "straggler" and context.rank == 1)
         self.model = self._ddp(model) if wrapper == "ddp" else self._fsdp2(model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        shape = (SMALL_TOKENS, SMALL_WIDTH) if is_small else (TOKENS, WIDTH)
+        if is_small:
+            shape = (SMALL_TOKENS, SMALL_WIDTH)
+        else:
+            shape = (READ_TOKENS if fault == "item" else TOKENS, WIDTH)
         batches = Batches(shape, LOAD_S if fault == "slow loader" else 0.0)
         self.loader = iter(DataLoader(batches, batch_size=None))
         self.objects = None
@@ -216,10 +259,8 @@ class Run:
             if self.fault == "no prefetch":
                 unit.set_custom_all_gather(LateAllGather())
                 unit.set_modules_to_backward_prefetch([unit])  # nothing, as it is gathered then
-        if self.fault == "blocking wait":
-            for unit in units:
-                # It runs behind FSDP's own hook, which starts the unit's all-gather.
-                unit.register_forward_pre_hook(lambda module, inputs: torch.cuda.synchronize())
+            if self.fault == "blocking wait":
+                unit.set_custom_reduce_scatter(WaitingReduceScatter())
         return fully_shard(model, mesh=mesh, mp_policy=policy)
 
     def step(self) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import time
+from pathlib import Path
 
 import pytest
 
@@ -260,3 +261,109 @@ def test_what_makes_a_rank_late_comes_before_the_wait_for_it(tmp_path, is_launch
         assert found[0].rank == found[1].late_rank == 1
     else:
         assert causes[0] == "straggler"
+
+
+def test_contention_is_the_price_of_overlap_while_it_costs_less_than_half(tmp_path):
+    def slower(ms):
+        def step(writer, begin):
+            slow_until = 8.1 + 8 * ms
+            handmade.layers(writer, begin, 0.1, 8.1)
+            handmade.layers(writer, begin, 8.1, slow_until, ms=ms, launched=0.2)
+            writer.all_reduce(begin + 0.4, begin + 8.1, begin + slow_until)
+            handmade.layers(writer, begin, slow_until, 29.9, launched=0.5)
+
+        return step
+
+    for ms, is_price in ((1.3, True), (2.3, False)):
+        found = explain_traces(gpu_run(tmp_path, slower(ms))).findings
+        contention = next(finding for finding in found if finding.cause == "contention")
+        assert contention.pct > 5
+        # It costs 8 (ms - 1) and hides 8 ms of communication.
+        assert (contention.is_price, contention.is_large) == (is_price, not is_price)
+        assert (found[-1] is contention) == is_price
+
+
+def test_a_rank_that_keeps_its_lead_over_hidden_collectives_is_behind_where_it_lost_it(tmp_path):
+    def late_in_the_forward(writer, begin):
+        forward = 12 if writer.rank == 1 else 6
+        handmade.layers(writer, begin, 0.1, forward, ms=(forward - 0.1) / 6)
+        handmade.layers(
+            writer, begin, forward, forward + 12, ms=2, operator="MmBackward0", launched=0.5
+        )
+        # Rank 0 computes on during the first all-reduce, for which it waits, and ends 6 ms early.
+        writer.all_reduce(begin + 1, begin + forward + 4, begin + 19)
+        writer.all_reduce(begin + 1.1, begin + max(forward + 12, 19), begin + 26)
+        handmade.optimizer(writer, begin, 26, 29.9)
+
+    found = explain_traces(gpu_run(tmp_path, late_in_the_forward)).findings
+    straggler = next(finding for finding in found if finding.cause == "straggler")
+    assert (straggler.late_rank, straggler.behind) == (1, "compute of the forward")
+
+
+@pytest.mark.parametrize("name", ["<built-in function collect>", "gc.py(12): collect"])
+def test_a_collection_of_garbage_is_known_by_several_names(tmp_path, name):
+    def collected(writer, begin):
+        handmade.layers(writer, begin, 0.1, 5)
+        writer.span("python_function", name, begin + 4, begin + 12)
+        handmade.layers(writer, begin, 12.1, 29.9, launched=12.05)
+
+    assert explain_traces(gpu_run(tmp_path, collected)).findings[0].cause == "garbage collection"
+
+
+def test_copies_into_a_buffer_belong_to_its_message(tmp_path):
+    def waits_then_gathers(writer, begin):
+        handmade.layers(writer, begin, 0.1, 10)
+        writer.span("cuda_runtime", "cudaDeviceSynchronize", begin + 2, begin + 10.02)
+        writer.span("user_annotation", "FSDP::pre_forward (blocks.1)", begin + 10.03, begin + 13)
+        writer.compute(begin + 11.98, begin + 12, begin + 12.5, "aten::_foreach_copy_")
+        writer.compute(begin + 11.99, begin + 12.5, begin + 12.9, "aten::_foreach_copy_")
+        writer.all_reduce(begin + 12.98, begin + 13, begin + 20)
+        handmade.layers(writer, begin, 20, 29.9, launched=12.1)
+
+    (found, *_) = explain_traces(gpu_run(tmp_path, waits_then_gathers)).findings
+    assert found.cause == "synchronisation"
+    assert found.ms == pytest.approx(2 + 7, abs=0.2)  # idle, then the exposed message
+
+
+def test_the_host_is_late_for_other_work_because_it_launches_small_messages(tmp_path):
+    def ahead_on_the_network(writer, begin):
+        handmade.layers(writer, begin, 0.1, 10)
+        for number in range(80):  # launched during the compute, and fast
+            at = begin + 10 + 0.02 * number
+            launch = begin + 1 + 0.1 * number
+            writer.span("cpu_op", "c10d::allreduce_", launch, launch + 0.09)
+            writer.all_reduce(launch + 0.05, at, at + 0.02, 25_000)
+        handmade.layers(writer, begin, 16, 29.95, launched=15.9)
+
+    found = explain_traces(gpu_run(tmp_path, ahead_on_the_network)).findings
+    by_cause = {finding.cause: finding.ms for finding in found}
+    # 1.6 ms of messages and 4.4 ms until the next work, of the 7.2 ms of launching
+    assert by_cause["small messages"] == pytest.approx(6, abs=0.3)
+    assert "host-bound" not in by_cause
+
+
+def test_what_follows_a_wait_for_communication_is_a_part_of_it(tmp_path):
+    def waits(writer, begin):
+        for number in range(3):
+            at = begin + 9 * number
+            handmade.layers(writer, at, 0.1, 3)
+            writer.all_reduce(at + 1, at + 3, at + 6)
+            writer.span("cuda_runtime", "cudaStreamSynchronize", at + 1.1, at + 6.01)
+            writer.compute(at + 8.98, at + 9, at + 9.1, "aten::add")
+
+    found = explain_traces(gpu_run(tmp_path, waits)).findings
+    assert found[0].cause == "blocking wait"
+    # Three messages of 3 ms, 3 ms after each, and 1.9 ms that the last wait still owes at the end
+    assert found[0].ms == pytest.approx(3 * 6 + 1.9, abs=0.1)
+    assert "synchronisation" not in {finding.cause for finding in found}
+
+
+TRACES = Path(__file__).parents[2] / "docs" / "learn" / "traces"
+
+
+@pytest.mark.parametrize("name, cause", [("ddp-straggler", "straggler"), ("fsdp2-item", "item")])
+def test_the_traces_of_the_page_have_their_cause(name, cause):
+    explanation = explain_traces(sorted(TRACES.glob(f"{name}-rank*.json.gz")))
+    assert explanation.findings[0].cause == cause and explanation.findings[0].is_large
+    page = (TRACES.parent / "your_trace.md").read_text()
+    assert (str(explanation) in page) == (name == "ddp-straggler")

@@ -40,10 +40,12 @@ def trained(context, strategy_name, ops, tied):
     )
     step = TrainStep(wrapper, optimizer, loss_function(config))
     drawn = torch.randint(23, (2, 2, 2, 6), generator=torch.Generator().manual_seed(context.rank))
-    losses = [step([tuple(batch) for batch in drawn]).item() for _ in range(3)]
-    return losses, {
-        name: value.detach().clone() for name, value in wrapper.full_parameters().items()
-    }
+    micro_batches = [(tokens, targets) for tokens, targets in drawn]
+    losses = [step(micro_batches).item() for _ in range(3)]
+    parameters = {}
+    for name, value in wrapper.full_parameters().items():
+        parameters[name] = value.detach().clone()
+    return losses, parameters
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -2,6 +2,8 @@
 another of.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -67,7 +69,7 @@ def test_a_rank_that_the_checkpoint_does_not_know_draws_what_nobody_has_drawn(tm
     run_ranks(generators, 1, str(tmp_path))
     first, second = run_ranks(generators, 2, str(tmp_path))
     drawn = [*first, *second]
-    assert all(a != b for i, a in enumerate(drawn) for b in drawn[:i])
+    assert all(a != b for a, b in itertools.combinations(drawn, 2))
 
 
 # A resumed run must repeat what decides the sequence of losses. Not so strategy, world size,

@@ -109,7 +109,9 @@ def test_a_run_whose_folder_was_taken_over_writes_no_checkpoint_and_no_results(
 
 def resume_with_changed_data(context, root):
     """A run of two steps, and what is said when it is to go on with other data."""
-    text, other, folder = Path(root, "text.txt"), Path(root, "other.txt"), Path(root, "run")
+    text = Path(root, "text.txt")
+    other = Path(root, "other.txt")
+    folder = Path(root, "run")
     run(context, folder, DataConfig(str(text)))
     found = []
 
@@ -179,8 +181,11 @@ def read_while_it_changes(context, root, name, how):
     before = b"na na na na, hey hey hey, good bye. " * 40
     for path in files.values():
         path.write_bytes(before)
-    data, changes = DataConfig(*map(str, files.values())), context.rank + 1 == context.world_size
-    one_step, save, rows = Trainer.one_step, Trainer.save, TokenWindows.rows
+    data = DataConfig(data=str(files["text"]), val_data=str(files["other"]))
+    changes = context.rank + 1 == context.world_size
+    one_step = Trainer.one_step
+    save = Trainer.save
+    rows = TokenWindows.rows
 
     def shrinks_after(action, step):
         def acts(trainer):
@@ -207,7 +212,9 @@ def read_while_it_changes(context, root, name, how):
         with pytest.raises(DataChanged) as caught:
             run(context, root, data, steps=6)
     finally:
-        Trainer.one_step, Trainer.save, TokenWindows.rows = one_step, save, rows
+        Trainer.one_step = one_step
+        Trainer.save = save
+        TokenWindows.rows = rows
     for path in files.values():
         path.write_bytes(before)
     context.group.barrier().wait()

@@ -1,6 +1,7 @@
 """The training step: clipping, accumulation, the loss scale, and its phases."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -101,9 +102,11 @@ def test_a_sum_and_a_count_weigh_all_examples_of_all_ranks_alike(context, strate
         context=context,
     )
     for _ in range(2):
-        batches = [[torch.randn(count, 3) for count in of_rank] for of_rank in COUNTS]
+        batches = []  # of each rank
+        for counts in COUNTS:
+            batches.append([torch.randn(count, 3) for count in counts])
         loss = train(batches[context.rank])
-        examples = torch.cat([batch for of_rank in batches for batch in of_rank])
+        examples = torch.cat([*itertools.chain.from_iterable(batches)])
         reference.zero_grad()
         expected = alone(examples).square().sum() / len(examples)
         expected.backward()

@@ -75,14 +75,19 @@ def test_every_token_is_a_target_once_and_the_tail_is_ragged_only_for_validation
 def test_files_of_each_kind(tmp_path, name):
     path = tmp_path / name
     values = np.array([1, 2, 250], dtype=np.uint8 if name == "t.txt" else np.uint16)
-    np.save(path, values) if name == "t.npy" else values.tofile(path)
+    if name == "t.npy":
+        np.save(path, values)
+    else:
+        values.tofile(path)
     assert open_tokens(path).tolist() == [1, 2, 250]
 
 
 def test_bad_files_are_refused_with_a_clear_message(tmp_path):
-    odd, floats, empty = tmp_path / "odd.bin", tmp_path / "floats.npy", tmp_path / "empty.txt"
+    odd = tmp_path / "odd.bin"
     odd.write_bytes(b"12345")
+    floats = tmp_path / "floats.npy"
     np.save(floats, np.zeros((2, 2), dtype=np.float32))
+    empty = tmp_path / "empty.txt"
     empty.touch()
     with pytest.raises(ValueError, match="5 bytes, which is not a multiple of 2"):
         open_tokens(odd)
@@ -172,7 +177,9 @@ CONTAINERS = {
     "a safetensors file": [safetensors],
     "a tar archive": [tar],
 }
-WRITTEN = [(said, write) for said, writers in CONTAINERS.items() for write in writers]
+WRITTEN = []  # (said, function that writes such a file)
+for _said, _writers in CONTAINERS.items():
+    WRITTEN += [(_said, write) for write in _writers]
 
 
 @pytest.mark.parametrize("name", ["x.txt", "x", "x.BIN", "x.npy", "x.npz"])

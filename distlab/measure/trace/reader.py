@@ -62,8 +62,10 @@ _ROLES = {
     "synchronisation": r"^(cuda|hip|cu)(Stream|Device|Event|Ctx)Synchronize",
     "item": r"^aten::(_local_scalar_dense|item|is_nonzero|nonzero)$",
     "loader": r"^enumerate\(DataLoader\)|_next_data\b|dataloader.py.*__next__",
-    "garbage collection": r"(^|[^a-z])gc([^a-z]|$)|garbage.?collect",
+    # Python's frames have the name of a built-in function without its module.
+    "garbage collection": r"(^|[^a-z])gc([^a-z]|$)|garbage.?collect|^<built-in function collect>$",
     "backward": r"^autograd::engine::evaluate_function",
+    "messages": r"^(FSDP|FullyShardedDataParallel|c10d|nccl)\b|^record_param_comms$",
 }
 _ROLE_PATTERNS = {role: re.compile(pattern) for role, pattern in _ROLES.items()}
 _NONE = -1  # number that stands for an argument that an event does not have
@@ -131,7 +133,8 @@ class HostSpan(NamedTuple):
 
     Attributes:
         role: ``synchronisation`` (the host waits for the device), ``item`` (it reads a value from
-            the device), ``loader``, ``garbage collection`` or ``backward``.
+            the device), ``loader``, ``garbage collection``, ``backward`` or ``messages`` (it
+            prepares and launches communication).
         name: name in the trace.
         start_ms, end_ms: ms since the earliest event of the trace.
     """
@@ -313,7 +316,8 @@ class _Columns:
         is_launch = category in _RUNTIME
         is_operator = category == "cpu_op"
         role = None
-        if not on_gpu:
+        # A range of the host is also recorded on the device, from its first kernel to its last one.
+        if not on_gpu and category != "gpu_user_annotation":
             for each, pattern in _ROLE_PATTERNS.items():
                 # Names of operators and kernels do not tell that garbage is collected.
                 may_be = each != "garbage collection" or category in (

@@ -185,16 +185,22 @@ def block_activations(
     d, f = shape.d_model, shape.inner
     c, r = precision.compute, precision.residual
 
+    # The inputs of both norms. The additions between them save nothing: a sum's gradient is that of
+    # both addends.
     residual_stream = 2 * r * n_residual * d
     norm_statistics = 2 * FP32 * n_residual
     norm_outputs = 2 * c * n * d
     if attention == "naive":
+        # The softmax's backward needs its fp32 result, and the product with v a cast of it.
         softmax_itemsize = FP32 + _copy_itemsize(c)
+        # Queries and keys after rotation, d + k, and merged heads and a copy of v, d + k again.
         in_attention = 2 * c * n * (shape.width + shape.kv_width)
         in_attention += softmax_itemsize * n * shape.heads * context
     else:
         log_sum_exp = FP32 * n * shape.heads
         in_attention = c * n * sharing.attention_widths(shape.width, shape.kv_width) + log_sum_exp
+    # w1 x, w3 x and their gated product, the input of w2. Unfused, silu(w1 x) is a tensor of its
+    # own.
     feed_forward = (3 if fused else 4) * c * n * f
     return residual_stream + norm_statistics + norm_outputs + in_attention + feed_forward
 
@@ -239,6 +245,8 @@ def activations(
         "w3": c * n * f,
         "w2": 0 if compiled else c * n * d,
     }
+    # The residual stream at the block's start: the recomputation's only input besides the
+    # parameters.
     block_input = r * n_residual * d
     kept = {}
     for choice, names in KEEPS.items():
@@ -250,6 +258,7 @@ def activations(
     of_swiglu = 3 * c * n * f
     # Rotation in fp32: gradient times table, roll, sum. Fused it keeps these in registers.
     of_rotation = 0 if fused else 3 * FP32 * n * (shape.width + shape.kv_width)
+    # The gradients of the softmax's result and of the scores.
     of_scores = 2 * FP32 * n * shape.heads * context if naive else 0
     block_temporary = max(of_swiglu, of_rotation, of_scores)
     if shared:
@@ -261,6 +270,7 @@ def activations(
     return Activations(
         block=block,
         kept=kept,
+        # Of the final norm its input, its result (the head's input) and one statistic per token.
         last=r * n_residual * d + c * n * d + FP32 * n_residual,
         loss=loss,
         loss_temporary=2 * FP32 * logits,
@@ -300,6 +310,8 @@ def inference_temporary(
         result = c * n * d
     in_attention = r * n * d + qkv + rotated + result
 
+    # The stream before the block, which the caller still holds, the stream after attention, and the
+    # norm's result. Behind them the four tensors of width f.
     in_swiglu = 2 * r * n * d + c * n * d + 4 * c * n * f
     if precision.copies_weights:
         in_swiglu += c * d * f

@@ -151,6 +151,7 @@ def step_memory(
         )
     layers = -(-shape.num_layers // shape.stages)  # of the largest stage
     numbers = OPTIMIZERS[optimizer]
+    # Muon keeps fewer numbers of a block's matrix than of an embedding. The walk needs one average.
     share_of_matrices = shape.num_layers * shape.block_matrices / shape.num_parameters
     setting = held.Setting(
         shape=shape,
@@ -163,6 +164,7 @@ def step_memory(
             share_of_matrices * numbers.of_matrices + (1 - share_of_matrices) * numbers.of_others
         ),
         step_numbers=numbers.in_step,
+        # The walk follows one stage of this rank, the one whose backward comes first.
         levels=levels[-layers:],
         loss_chunk=loss_chunk,
         layers=layers,
@@ -172,8 +174,10 @@ def step_memory(
     resident = held.resident(setting)
     states = replace(resident, optimizer_state=held.optimizer_state(setting))
     if accumulates and setting.shards_parameters:
+        # Full gradients of FSDP's earlier micro-batches. They stay throughout, as buckets do.
         states = replace(states, buckets=FP32 * shape.num_parameters)
     moments = []
+    # The walk follows one of the micro-batches held. The others wait meanwhile.
     for phase, moment in _walk(setting, states, micro_batches_held - 1):
         with_workspaces = replace(moment, temporary=moment.temporary + workspace_bytes)
         moments.append((phase, with_workspaces))
@@ -274,6 +278,7 @@ def _micro_batch(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str
     states = replace(states, gradients=held.gradients_after(setting, 0))
     kept_bytes, _ = _kept_of_stage(setting)
     if shape.has_head:
+        # Of the stage's last operations, final norm and head, nothing is recomputed.
         kept_bytes += kept.last
     forward = replace(states, activations=kept_bytes, weight_copies=held.weight_copies(setting))
     kept_below_last, _ = _kept_below(setting, layers - 1)
@@ -390,6 +395,7 @@ def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown
     shape, kept = setting.shape, setting.kept
     matrices, buffer = shape.block_matrices, setting.block_buffer
     is_last_block = block == setting.layers - 1
+    # Backward runs from the end: the head, then the blocks behind this one.
     blocks_done = setting.layers - 1 - block
     done = blocks_done * shape.block_parameters
     if shape.has_head:
@@ -397,6 +403,8 @@ def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown
     kept_below, blocks_in_full = _kept_below(setting, block)
     copied_bytes = 0
     if setting.precision.copies_weights:
+        # Graphs hold the casts of blocks that are kept in full, and this block's graph holds its
+        # own.
         copied_bytes = setting.precision.compute * matrices * (blocks_in_full + 1)
     in_flight = 0
     if setting.shards_parameters:
@@ -413,6 +421,8 @@ def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown
         activations=kept_below + kept.block,
         temporary=kept.block_temporary + kept.residual_gradient + largest_gradient + in_flight,
     )
+    # At the end of its backward the block's activations are gone. Its whole gradients exist next to
+    # the buffer into which they are copied.
     packing = replace(
         inside,
         activations=kept_below,

@@ -111,6 +111,7 @@ def recomputed_flops(
         kv_width=kv_width,
         causal=causal,
     )
+    # w1, w3 and w2 have d·f elements each.
     matrix_of_feed_forward = one_block.feed_forward // 3
     if isinstance(plan, int):
         blocks, stopped = blocks_run_again(num_layers, plan)
@@ -125,6 +126,7 @@ def recomputed_flops(
         "w1": matrix_of_feed_forward,
         "w3": matrix_of_feed_forward,
     }
+    # w2 has no entry above: no choice runs it again.
     flops_again = {"none": 0}
     for choice, kept in KEEPS.items():
         flops_again[choice] = sum(flops for name, flops in flops_of.items() if name not in kept)

@@ -170,6 +170,8 @@ class Setting:
         proportional part.
         """
         if self.pads:
+            # Multiplied before divided, and in integers: a float holds neither the product exactly
+            # nor a ratio that gives whole elements back.
             share = numel * self._kept_elements
             return FP32 * -(-share // self.shape.num_parameters)
         if self.shards_parameters:
@@ -206,10 +208,12 @@ def optimizer_state(setting: Setting) -> int:
     """
     parameters = setting.shape.num_parameters
     if setting.shards_parameters:
+        # `sharded` counts bytes of fp32 numbers already, the other branches count elements.
         return int(setting.state_numbers * setting.sharded(parameters))
     if setting.strategy.updates == "slices":
         owned = -(-parameters // setting.world_size)
     elif setting.strategy.updates == "owned":
+        # Whole parameters do not divide evenly. The fullest rank decides what fits.
         numels = setting.shape.parameter_numels()
         owned = 0
         for positions in dealt_out(numels, setting.world_size):
@@ -253,6 +257,8 @@ def all_gradients(setting: Setting) -> int:
         return FP32 * -(-setting.shape.num_parameters // setting.world_size)
     if not in_place(setting):
         return gradients_after(setting, setting.shape.num_parameters)
+    # Backward of a look-up is no matmul, so it cannot write into the buffer. With buckets `.grad`
+    # is a view of one all the same.
     if setting.strategy.sends == "buckets" or not setting.shape.has_embedding:
         return 0
     return FP32 * setting.shape.embedding_parameters
@@ -353,6 +359,8 @@ def step_temporary(setting: Setting) -> int:
 
     The larger of the two counts.
     """
+    # Bytes of the parameters that this rank steps. Plain SGD has no state to derive them from, and
+    # needs no temporaries either.
     stepped_bytes = int(optimizer_state(setting) / max(1, setting.state_numbers))
     of_optimizer = int(setting.step_numbers * stepped_bytes)
     of_messages = 0
