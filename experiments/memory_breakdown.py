@@ -11,7 +11,7 @@ model alone.
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -112,6 +112,8 @@ def _measure(
             found["before_step_bytes"] = allocated_bytes(device)
             parameters = parameters_of(attached.model, attached.optimizer)
             gradients = [p.grad for p in parameters if p.grad is not None]
+            if attached.model.accumulates_shards:
+                gradients = attached.model.gradients().every()
             found["gradients_bytes"] = tensor_bytes(gradients)
         elif phase != "forward":
             found["after_step_bytes"] = allocated_bytes(device)
@@ -133,9 +135,8 @@ def _measure(
 
 def _predicted(config: MemoryConfig, context: RankContext, strategy: str) -> dict[str, int | str]:
     """Return the prediction of `theory.memory` for this variant."""
-    expected = config.planned(strategy).memory(
-        context.world_size, on_gpu=context.device.type == "cuda"
-    )
+    planned = replace(config.planned(strategy), bucket_size_mb=config.bucket_size_mb)
+    expected = planned.memory(context.world_size, on_gpu=context.device.type == "cuda")
     before_step, after_step = expected.before_step, expected.after_step
     predicted = {
         "predicted_after_init_bytes": expected.after_init.total,

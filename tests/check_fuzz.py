@@ -25,7 +25,7 @@ from distlab.parallel import get_strategy
 from distlab.testing import run_ranks
 from tests.fuzz import LENGTH, VOCABULARY, Root, as_allowed, generate, is_refusal, tensors_in
 
-STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
+STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "zero2", "fsdp")
 BATCH = 3  # examples
 AT_ONCE = 20  # seeds for which the ranks are asked together
 ACCUSED = "ACCUSED"

@@ -816,7 +816,7 @@ def _right() -> list[Case]:
         Case(f"FSDP2, {model.__name__}", model, fsdp2)
         for model in (mlp, convolution, groups, attention)
     ]
-    for name in ("naive", "bucketed", "zero1", "fsdp"):
+    for name in ("naive", "bucketed", "zero1", "zero2", "fsdp"):
         cases += [Case(f"{name}, mlp", mlp, name), Case(f"{name}, counted", counted, name)]
     cases += [
         Case(f"{name}, attention", attention, name)

@@ -69,6 +69,7 @@ STRATEGIES = (
     "bucketed-two-level",
     "sharded-optimizer",
     "zero1",
+    "zero2",
     "fsdp",
     "hsdp",
 )
@@ -897,6 +898,16 @@ class OnRanks(OneProcess):
     def finish(self) -> None:
         self.wrapper.finish_gradient_synchronization()
 
+    def note(self) -> None:
+        if not self.wrapper.accumulates_shards:
+            super().note()
+            return
+        # ZeRO-2 has freed the gradients, and knows of which parameters it has means.
+        has_mean = self.wrapper.exchange.has_mean
+        present = {name for name, p in self.first.named_parameters() if has_mean(p)}
+        self.trace.present.append(present)
+        self.trace.gradients.append({})
+
     def clip(self) -> None:
         self.wrapper.clip_grad_norm_(self.case.regime.clip)
 
@@ -1078,6 +1089,17 @@ REFUSALS = (
         STRATEGIES,
         "was changed between backward and finish|became ready twice",
         lambda case: case.regime.skips >= 0 and not case.regime.to_none,
+    ),
+    Refusal(
+        ("zero2",),
+        "were not zeroed since the last finish_gradient_synchronization",
+        lambda case: case.regime.zero == "never",
+    ),
+    # Its backward waits for buckets, and another rank has raised "became ready twice" instead.
+    Refusal(
+        ("zero2",),
+        LOST.pattern,
+        lambda case: case.regime.backwards > 1 or _used_in_several_checkpoints(case),
     ),
     Refusal(
         FULLY_SHARDED,

@@ -25,7 +25,7 @@ from distlab.testing import run_ranks
 from tests.size import code_tokens
 
 OURS = Path(distlab.__file__).parent
-STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
+STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "zero2", "fsdp")
 # which Python 3.12 has inline
 COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 

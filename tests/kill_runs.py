@@ -36,6 +36,7 @@ STRATEGIES = (
     "flat",
     "overlap",
     "zero1",
+    "zero2",
     "sharded-optimizer",
     "fsdp",
     "torch-ddp",

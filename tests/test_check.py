@@ -331,7 +331,7 @@ STATES = {  # wrapper → signature, step, kinds of state
 }
 # They keep states on all ranks, divided by parameter, in slices, and as DTensors.
 WITH_STATE = [
-    *("naive", "flat", "overlap", "bucketed", "zero1", "fsdp", "sharded-optimizer"),
+    *("naive", "flat", "overlap", "bucketed", "zero1", "zero2", "fsdp", "sharded-optimizer"),
     *("torch-ddp", "torch-zero", "fsdp2-of-ours", "by_hand", "flat_shards", "fsdp2"),
 ]
 
@@ -547,6 +547,7 @@ RIGHT = [  # model, wrapper or strategy
     ("with_statistics", "overlap"),
     ("tokens", "bucketed"),
     ("mlp", "zero1"),
+    ("tied", "zero2"),
     ("tied", "sharded-optimizer"),
     ("tokens", "fsdp"),
     ("mlp", "torch-ddp-tuned"),
@@ -647,6 +648,7 @@ KINDS = {
         "naive, counted",
         "bucketed, counted",
         "zero1, counted",
+        "zero2, counted",
         "fsdp, counted",
         "summed, counted",
         "mean of micro-batches",

@@ -31,7 +31,7 @@ SIGNATURES = {  # argument names, their order and their defaults
     "BucketedDDP": "(module, bucket_size_mb=25.0, *, mesh=None, process_group=None)",
     "ShardedOptimizer": "(params, optimizer_cls, process_group=None, **kwargs)",
     "ZeroOptimizer": "(ddp, optimizer_cls, *, params=None, elementwise=False, "
-    "overlap_gather=False, **kwargs)",
+    "overlap_gather=False, shard_gradients=False, **kwargs)",
     "FSDP": "(module, compute_dtype=None, *, mesh=None, process_group=None, init_fn=None, "
     "device=None, keep_gathered=False)",
 }

@@ -160,6 +160,7 @@ def require_memory(options: BenchOptions, rows: Sequence[Variant], context: Rank
             batch=-(-own.batch * row.layout.ranks // row.micro_batches),
             micro_batches=row.micro_batches,
             layout=row.layout,
+            bucket_size_mb=row.bucket_size_mb,
         )
         if options.factory is not None:
             # The memory of a user's model is unknown. Only the strategies are checked.

@@ -251,13 +251,14 @@ def gradient_target(weight: Tensor) -> Tensor | None:
     """Return the preallocated buffer for this parameter's next gradient, or None.
 
     It is for example the parameter's place in a bucket, which a strategy sets as
-    `weight.gradient_target`. The caller must write the whole gradient to it. The buffer is returned
-    once, so that a weight used twice in one graph does not overwrite its first gradient, and only
-    if there is no gradient to add to.
+    `weight.gradient_target`, or a function that allocates it. The caller must write the whole
+    gradient to it. The buffer is returned once, so that a weight used twice in one graph does not
+    overwrite its first gradient, and only if there is no gradient to add to.
     """
     if weight.grad is not None:
         return None
-    return weight.__dict__.pop("gradient_target", None)
+    target = weight.__dict__.pop("gradient_target", None)
+    return target() if callable(target) else target
 
 
 class _CastLinear(torch.autograd.Function):

@@ -24,6 +24,7 @@ buckets in other ways.
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +34,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
+from distlab.parallel import checks
 from distlab.parallel.buckets import BucketPlan, check_bucket_size, plan_of
-from distlab.parallel.ddp import DataParallel, UsedFlags
+from distlab.parallel.ddp import FREED, NO_BACKWARD, DataParallel, Phase, UsedFlags
 from distlab.parallel.model import Gradients
 from distlab.parallel.shard import Shard
 
@@ -83,6 +85,7 @@ class BucketedDDP(DataParallel):
         self.buckets, self._place = [], {}  # the memory of earlier buckets is freed first
         self.exchange = exchange
         self.shards_gradients = exchange.shards_gradients
+        self.accumulates_shards = exchange.frees_buckets
         self.plan: tuple[BucketPlan, ...] = plan_of(
             self.trainable,
             self.bucket_size_mb,
@@ -92,7 +95,8 @@ class BucketedDDP(DataParallel):
         self._used = None if exchange.has_flags else self._separate_flags()
         buffers = exchange.buffers(self.plan)
         for plan, buffer in zip(self.plan, buffers, strict=True):
-            self.buckets.append(GradientBucket(plan, self.trainable, buffer))
+            stays = not exchange.frees_buckets
+            self.buckets.append(GradientBucket(plan, self.trainable, buffer, stays=stays))
         # Parameter index → (its bucket, its position there).
         self._place: dict[int, tuple[GradientBucket, int]] = {}
         for bucket in self.buckets:
@@ -115,10 +119,48 @@ class BucketedDDP(DataParallel):
     def _synchronize(self) -> None:
         self.step.unsent.extend(self.buckets)  # of the next step
         for bucket in self.buckets:
+            self.receive(bucket)
+            bucket.unpack()
+
+    def receive(self, bucket: "GradientBucket") -> None:
+        """Wait for the mean of a bucket that was sent. A second call does nothing."""
+        if bucket.work is not None:
             collectives.wait(bucket.work, self.process_group, "averaging gradients")
             bucket.work = None
             self.exchange.finish(bucket)
-            bucket.unpack()
+
+    def _adopt(self, index: int) -> None:
+        if self.exchange.frees_buckets:
+            self.step.ready[index] = FREED  # this rank's part of the mean is with the exchange
+        else:
+            super()._adopt(index)
+
+    def _end_step(self) -> None:
+        self.exchange.end_step([self.trainable[index] for index in self.step.freed])
+        super()._end_step()
+
+    def _recover(self) -> None:
+        self.exchange.zero_means(set_to_none=True)
+        super()._recover()
+        self.exchange.zero_means(set_to_none=True)  # of gradients that arrived meanwhile
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do as `nn.Module.zero_grad`. Under ZeRO-2, also zero this rank's part of the means."""
+        super().zero_grad(set_to_none)
+        self.zero_means(set_to_none)
+
+    def zero_means(self, set_to_none: bool = True) -> None:
+        """Zero the means that are not in `.grad`: those of ZeRO-2."""
+        if not self.exchange.frees_buckets:
+            return
+        backward_has_run = self.step.phase in (Phase.BACKWARD, Phase.ENDED)
+        if backward_has_run and torch._C._current_graph_task_id() == NO_BACKWARD:
+            # The step is skipped. Gradients that were freed do not show the next forward that they
+            # were dropped, so the collectives are completed here.
+            self._recover()
+        self.exchange.zero_means(set_to_none)
+        if set_to_none:
+            self.placement.drop_gradients()
 
     def mean_of(self, index: int) -> Tensor:
         """Return the gradient's place in a bucket; see `DataParallel.mean_of`."""
@@ -127,6 +169,10 @@ class BucketedDDP(DataParallel):
 
     @torch.no_grad()
     def _take_edited(self) -> None:
+        if self.exchange.frees_buckets:
+            checks.check_parts_unedited(self.named)  # a `.grad` that was set would be left out
+            super()._take_edited()
+            return
         # A gradient that was replaced is copied to its place in the bucket.
         for index, parameter in enumerate(self.trainable):
             view = self.mean_of(index)
@@ -195,12 +241,15 @@ class AllReduce:
         slices: number of equal slices that each bucket is padded to.
         has_flags: True if each bucket carries its parameters' used flags.
         shards_gradients: True if a rank gets a slice of each mean only.
+        frees_buckets: True if a bucket has memory only while it is filled and sent. Afterwards
+            `.grad` is None, and the exchange has this rank's slice of the mean.
         bytes_outside_allocator: bytes of the buckets that torch's caching allocator does not count.
     """
 
     slices = 1
     has_flags = True
     shards_gradients = False
+    frees_buckets = False
     bytes_outside_allocator = 0
 
     def buffers(self, plans: Sequence[BucketPlan]) -> Sequence[Tensor | None]:
@@ -220,6 +269,20 @@ class AllReduce:
     def finish(self, bucket: "GradientBucket") -> None:
         """Put the mean into the bucket, if it has arrived elsewhere."""
 
+    def end_step(self, freed: Sequence[nn.Parameter]) -> None:
+        """Note that all means have arrived.
+
+        Args:
+            freed: parameters whose gradient was freed. They have a mean all the same.
+        """
+
+    def has_mean(self, parameter: nn.Parameter) -> bool:
+        """Return whether any rank has made a gradient of this parameter, after finish."""
+        return parameter.grad is not None
+
+    def zero_means(self, set_to_none: bool) -> None:
+        """Drop or zero the means that are not in `.grad`."""
+
 
 class Placement:
     """Where parameters are stored: here every rank holds and steps all of them.
@@ -237,6 +300,9 @@ class Placement:
 
     def point_gradients(self) -> None:
         """Let the `.grad` of each shard be its mean."""
+
+    def drop_gradients(self) -> None:
+        """Let the `.grad` of each shard be None."""
 
     def gather(self) -> None:
         """Make parameters whole again after their shards have changed."""
@@ -260,31 +326,74 @@ class GradientBucket:
         plan: layout of the bucket.
         parameters: all planned parameters, of which the plan picks those of this bucket.
         buffer: `(plan.numel,)` zeros. Default: memory allocated here.
+        stays: False for a bucket that has memory only from its first gradient until `free()`.
 
     Attributes:
+        buffer: memory of the bucket; None if it has none.
         missing: number of gradients that have not arrived in this step.
         views: each parameter's part of the buffer.
         work: message in flight; None if there is none.
     """
 
     def __init__(
-        self, plan: BucketPlan, parameters: Sequence[nn.Parameter], buffer: Tensor | None = None
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[nn.Parameter],
+        buffer: Tensor | None = None,
+        *,
+        stays: bool = True,
     ):
         self.plan = plan
         self.parameters = [parameters[index] for index in plan.indices]
-        if buffer is None:
-            buffer = torch.zeros(plan.numel, dtype=plan.dtype, device=self.parameters[0].device)
+        self.buffer: Tensor | None = buffer
+        self.views: list[Tensor] = []
+        self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []  # of the views
+        self._stays = stays
+        # Functions that allocate the memory when a gradient is computed. They stay behind when the
+        # module is copied or saved.
+        self._makers: list[checks.Attached] = []
+        for position in range(0 if stays else len(self.parameters)):
+            make = partial(_view_of, weakref.ref(self), position)
+            self._makers.append(checks.Attached(make))
+        self._used: UsedFlags | None = None
+        self.work: Any = None
+        if stays:
+            if buffer is None:
+                buffer = torch.zeros(plan.numel, dtype=plan.dtype, device=self.parameters[0].device)
+            self._use(buffer)
+            if plan.has_flags:
+                flags = buffer[plan.payload : plan.payload + len(plan.indices)]
+                self._used = UsedFlags(self.parameters, flags)
+        self.unpack()
+
+    def _use(self, buffer: Tensor) -> None:
         self.buffer = buffer
+        if not self._places:
+            for view in self.plan.views(buffer, self.parameters):
+                self._places.append((view.shape, view.stride(), view.storage_offset()))
         # `.data` gives each view a version counter of its own, so that an edit of one gradient can
         # be told from the rest.
-        self.views = [view.data for view in plan.views(self.buffer, self.parameters)]
-        flags = self.buffer[plan.payload : plan.payload + len(plan.indices)]
-        self._used = UsedFlags(self.parameters, flags) if plan.has_flags else None
-        self.work: Any = None
-        self.unpack()
+        self.views = [buffer.as_strided(*place).data for place in self._places]
+
+    def allocate(self) -> None:
+        """Give the bucket memory, unless it has some."""
+        if self.buffer is None:
+            device = self.parameters[0].device
+            self._use(torch.empty(self.plan.numel, dtype=self.plan.dtype, device=device))
+
+    def free(self) -> None:
+        """Let go of the memory. No `.grad` may be a view of it."""
+        self.buffer = None
+        self.views = []
+
+    def view_at(self, position: int) -> Tensor:
+        """Return the place of the gradient at `position` of the plan, in memory."""
+        self.allocate()
+        return self.views[position]
 
     def add(self, position: int) -> None:
         """Copy the gradient at `position` of the plan to its place, which `.grad` then is."""
+        self.allocate()
         self.missing -= 1
         parameter, view = self.parameters[position], self.views[position]
         gradient = parameter.grad
@@ -300,6 +409,7 @@ class GradientBucket:
         Returns:
             The buffer, ready to be sent.
         """
+        self.allocate()
         for position, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             if parameter.grad is None:
                 view.zero_()
@@ -315,11 +425,18 @@ class GradientBucket:
         Call it when the mean has arrived. Code that computes a gradient may write it directly to
         its `gradient_target` (`model.ops.gradient_target`).
         """
-        if self._used is not None and self._used.unused:
-            self._used.adopt(self.views.__getitem__)
-        self.missing = len(self.views)
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.gradient_target = view
+        if self._used is not None:
+            for position in self._used.used_elsewhere():
+                self.parameters[position].grad = self.views[position]
+        self.missing = len(self.parameters)
+        targets = self.views if self._stays else self._makers
+        for parameter, target in zip(self.parameters, targets, strict=True):
+            parameter.gradient_target = target
+
+
+def _view_of(reference: "weakref.ref[GradientBucket]", position: int) -> Tensor | None:
+    bucket = reference()
+    return None if bucket is None else bucket.view_at(position)
 
 
 def withdraw_targets(parameters: Sequence[nn.Parameter]) -> None:

@@ -102,6 +102,8 @@ class Strategy:
         after_backward: True if gradients are sent only after backward has ended.
         updates: parameters that one rank's optimizer steps: `all`, `owned` ones, which it then
             broadcasts, or `slices` of all.
+        frees_gradients: True if a rank keeps its slice of each mean gradient and frees the rest.
+            Micro-batches then send their gradients one by one.
         may_leave_unused: True if a rank may use parameters that others do not use
             (`distlab.parallel.ddp`).
         trains: True if the trainer takes it: ranks stay equal, and a checkpoint finds all of its
@@ -128,6 +130,7 @@ class Strategy:
     pads_buckets: bool = False
     after_backward: bool = False
     updates: str = "all"
+    frees_gradients: bool = False
     may_leave_unused: bool = True
     trains: bool = True
     casts_parameters: bool = False

@@ -20,7 +20,7 @@ A strategy is a subclass. `naive.py` is the shortest one. `checks.py` has the re
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -38,6 +38,7 @@ from distlab.parallel import checks
 from distlab.parallel.model import ParallelModel
 from distlab.parallel.shard import Shard, whole
 
+FREED: checks.Version = (None, 0)
 NO_BACKWARD = -1  # torch's number of the running backward, if none is running
 
 
@@ -57,7 +58,8 @@ class Step:
     Attributes:
         phase: phase of the step.
         ready: gradients that backward has made since the last finish, by parameter index, each with
-            its count of in-place changes at that moment.
+            its count of in-place changes at that moment. `FREED` stands for one that was sent and
+            freed.
         accumulated: indices of the parameters that a backward inside no_sync() has reached since
             the last finish.
         unsent: messages that may leave before finish and have not left, in plan order. Finish sends
@@ -71,6 +73,11 @@ class Step:
     accumulated: set[int] = field(default_factory=set)
     unsent: deque[Any] = field(default_factory=deque)
     sent_early: bool = False
+
+    @property
+    def freed(self) -> set[int]:
+        """Indices of the parameters whose gradient was sent and freed since the last finish."""
+        return {index for index, version in self.ready.items() if version is FREED}
 
     def __repr__(self) -> str:
         return (
@@ -243,7 +250,9 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         step = self.step
         lost = step.phase is Phase.BACKWARD
         if step.phase is Phase.ENDED:
-            gradients = [self.trainable[index].grad for index in step.ready]
+            # A gradient that was freed says nothing. ZeRO's `zero_grad()` completes such a step.
+            kept = step.ready.keys() - step.freed
+            gradients = [self.trainable[index].grad for index in kept]
             lost = bool(gradients) and all(gradient is None for gradient in gradients)
         # A forward inside of a backward recomputes activations.
         return lost and torch._C._current_graph_task_id() == NO_BACKWARD
@@ -289,15 +298,19 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
                     self._send(step.unsent.popleft())
                 flags = None
                 if self._used is not None:
-                    flags = self.all_reduce_mean(self._used.write())
+                    flags = self.all_reduce_mean(self._used.write(step.freed))
                 self._synchronize()
                 if flags is not None:
                     collectives.wait(flags, self.process_group, "averaging used flags")
-                    if self._used.unused:
-                        self._used.adopt(self.mean_of)
+                    for index in self._used.used_elsewhere():
+                        self._adopt(index)
         finally:
             self._means.clear()
             self._end_step()
+
+    def _adopt(self, index: int) -> None:
+        """Give `trainable[index]` the mean of its gradient, which only other ranks have made."""
+        self.trainable[index].grad = self.mean_of(index)
 
     def _gradients_were_set(self) -> bool:
         """Return whether there are gradients that no backward has made.
@@ -497,8 +510,11 @@ class UsedFlags:
         self.unused: list[int] = []
         self._parameters = parameters
 
-    def write(self) -> Tensor:
+    def write(self, freed: Collection[int] = ()) -> Tensor:
         """Write 1 for every parameter that has a gradient here, else 0.
+
+        Args:
+            freed: positions of parameters that had a gradient, which was sent and freed.
 
         Returns:
             The flags, to be averaged.
@@ -506,20 +522,17 @@ class UsedFlags:
         self.unused = []
         self.flags.fill_(1.0)
         for index, parameter in enumerate(self._parameters):
-            if parameter.grad is None:
+            if parameter.grad is None and index not in freed:
                 self.unused.append(index)
                 self.flags[index] = 0
         return self.flags
 
-    def adopt(self, mean_of: Callable[[int], Tensor]) -> None:
-        """Give parameters that other ranks used the mean of their gradients, after it has arrived.
+    def used_elsewhere(self) -> Iterator[int]:
+        """Yield positions of parameters that only other ranks used, after the mean has arrived.
 
         The host reads a flag only on a rank with an unused parameter, so the usual step does not
         block.
-
-        Args:
-            mean_of: returns the mean gradient of the parameter at a position.
         """
         for index in self.unused:
             if self.flags[index].item() > 0:
-                self._parameters[index].grad = mean_of(index)
+                yield index

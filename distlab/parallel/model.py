@@ -38,6 +38,8 @@ class ParallelModel(nn.Module, ABC):
             is not needed.
         replicas: number of ranks that hold the same shard of a parameter that is not on every rank.
         shards_gradients: True if each rank has the mean gradient of its shards only.
+        accumulates_shards: True if finish adds to the means that are there, so that a finish after
+            each micro-batch accumulates without the memory of full gradients.
         tensor_group: the ranks that share matrices (`distlab.parallel.tensor_parallel`); None if
             no matrix is shared.
         cuts: part of each shared parameter that this rank keeps, by plain name.
@@ -54,6 +56,7 @@ class ParallelModel(nn.Module, ABC):
     replicas: int = 1
     bytes_outside_allocator: int = 0
     shards_gradients: bool = False
+    accumulates_shards: bool = False
     tensor_group: ProcessGroup | None = None
     cuts: Mapping[str, Cut] = {}
     pipeline: RunsStages | None = None

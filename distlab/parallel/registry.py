@@ -125,6 +125,18 @@ def make_zero_optimizer(
     return ZeroOptimizer(model, optimizer_cls, params=params, overlap_gather=True, **options)
 
 
+def make_zero2_optimizer(
+    model: BucketedDDP,
+    optimizer_cls: type[Optimizer],
+    params: Params | None,
+    options: Mapping[str, Any],
+) -> ZeroOptimizer:
+    """Make a `ZeroOptimizer` that also shards gradients, and gathers as that of `zero1` does."""
+    return ZeroOptimizer(
+        model, optimizer_cls, params=params, overlap_gather=True, shard_gradients=True, **options
+    )
+
+
 def make_torch_zero_optimizer(
     model: TorchDDP,
     optimizer_cls: type[Optimizer],
@@ -208,6 +220,16 @@ _TABLE = [
         has_buckets=True,
         updates="slices",
         does="ZeRO-1: each updates 1/N of all",
+    ),
+    Strategy(
+        name="zero2",
+        wrap=wrap_bucketed,
+        sends="buckets",
+        optimizer=make_zero2_optimizer,
+        has_buckets=True,
+        updates="slices",
+        frees_gradients=True,
+        does="ZeRO-2: and has 1/N of gradients",
     ),
     Strategy(
         name="fsdp",

@@ -1,4 +1,4 @@
-"""ZeRO stage 1: reduce-scatter the gradients, step a slice, all-gather the parameters.
+"""ZeRO stages 1 and 2: reduce-scatter the gradients, step a slice, all-gather the parameters.
 
     compute        │ forward │ backward ───────────────── │   │ step 1/N │            │ forward …
     communication  │         │  reduce-scatter b0 │ b1 │ … bn │          │ all-gather │
@@ -11,6 +11,13 @@ The optimizer's state, and the work of its step, are divided by the number of ra
 is sent twice: a reduce-scatter and an all-gather are the two halves of the all-reduce they replace
 (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 sec. 5.1 and 7.1).
+
+With `shard_gradients=True` (stage 2) a rank keeps its slice of the mean, and the gradients of a
+bucket are freed when it has been sent (`ReduceScatterAndFree`):
+
+    bucket 0   │ filled │ being sent │ freed
+    bucket 1            │ filled     │ being sent │ freed
+    bucket 2                         │ filled     │ …
 
 With `overlap_gather=True` the all-gather runs under the next forward:
 
@@ -30,6 +37,7 @@ element-wise, or know what to do with shards (`muon.py`).
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +50,7 @@ from distlab.comm import collectives
 from distlab.comm.agreement import agree_on_call, collective
 from distlab.parallel import checks
 from distlab.parallel.bucketed import AllReduce, BucketedDDP, GradientBucket, Placement
-from distlab.parallel.ddp import send_unfinished
+from distlab.parallel.ddp import FREED, send_unfinished
 from distlab.parallel.local_optimizer import LocalOptimizer, Params, load_shards, options_of, to_cpu
 from distlab.parallel.shard import Shard, plain_name, view_like
 from distlab.parallel.state_dicts import refuse_other_shapes, refuse_shards
@@ -55,6 +63,11 @@ class ZeroOptimizer(LocalOptimizer):
     shard and leftovers elsewhere. So it must be zeroed before every step's first backward, the norm
     is clipped by `clip_grad_norm_` here, and other edits belong inside
     `elementwise_gradient_edits()`. Everything else raises.
+
+    With `shard_gradients=True`, `.grad` is None after finish, and the shards have the means
+    (`ddp.gradients()`). A finish after each micro-batch adds to them: each is sent, and no full
+    gradient is kept. Inside `no_sync()` full gradients are kept as without it. Zero by `zero_grad`
+    of this optimizer or of the wrapper: that of the module does not reach the shards.
 
     Parameters. By default `step()` waits until they are whole. With `overlap_gather=True` it
     returns while they are being gathered. Then each child of an `nn.ModuleList` waits before its
@@ -75,6 +88,7 @@ class ZeroOptimizer(LocalOptimizer):
         elementwise: True if a class that is not torch's treats every element by itself. A class can
             also say so with `elementwise = True` in its body.
         overlap_gather: True gathers parameters under the next forward.
+        shard_gradients: True frees each bucket of gradients when it is reduce-scattered (ZeRO-2).
         kwargs: keyword arguments of `optimizer_cls`.
 
     Raises:
@@ -91,14 +105,16 @@ class ZeroOptimizer(LocalOptimizer):
         params: Params | None = None,
         elementwise: bool = False,
         overlap_gather: bool = False,
+        shard_gradients: bool = False,
         **kwargs: Any,
     ):
         _check_wrapper(ddp)
         checks.check_zero(ddp.module, optimizer_cls, elementwise)
         self._takes_shards = checks.takes_shards(optimizer_cls)
         self._ddp = ddp
-        exchange = ReduceScatter(ddp.process_group, ddp.device)
-        ddp.shard_for(self, exchange, lambda wrapper: Slices(wrapper, overlap_gather))
+        exchange_cls = ReduceScatterAndFree if shard_gradients else ReduceScatter
+        self._exchange = exchange_cls(ddp.process_group, ddp.device)
+        ddp.shard_for(self, self._exchange, lambda wrapper: Slices(wrapper, overlap_gather))
         self._slices: Slices = ddp.placement
         super().__init__(ddp.trainable if params is None else params, optimizer_cls, kwargs)
 
@@ -129,11 +145,18 @@ class ZeroOptimizer(LocalOptimizer):
         self._slices.point_gradients()
         # The slices are written through memory of their own, so autograd must be told which
         # parameters change: a graph that has saved one raises in its backward.
-        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        held = [parameter for group in self.param_groups for parameter in group["params"]]
+        stepped = [parameter for parameter in held if self._exchange.has_mean(parameter)]
         torch.autograd.graph.increment_version(stepped)
         self.local.step(**kwargs)
+        self._exchange.note_step()
         self._slices.gather()
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients of parameters, and with `shard_gradients` those of their shards."""
+        super().zero_grad(set_to_none)
+        self._ddp.zero_means(set_to_none)
 
     def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
         """Return a context in which gradients may be edited element by element.
@@ -277,7 +300,7 @@ def _check_wrapper(ddp: Any) -> None:
         raise TypeError(
             f"ZeroOptimizer takes over a BucketedDDP's buckets; got {type(ddp).__name__}"
         )
-    if type(ddp.exchange) not in (AllReduce, ReduceScatter):
+    if type(ddp.exchange) not in (AllReduce, ReduceScatter, ReduceScatterAndFree):
         raise ValueError("CopyEngineDDP only all-reduces: give ZeroOptimizer a BucketedDDP")
     if ddp.mesh is not None:
         raise ValueError(
@@ -320,6 +343,91 @@ class ReduceScatter(AllReduce):
         if arrived is not own:
             own.copy_(arrived)
 
+    def mean_slice(self, bucket: GradientBucket) -> Tensor | None:
+        """Return this rank's slice of a bucket's mean, `(slice_numel,)`; None before the first."""
+        return self._slices[bucket][0] if bucket in self._slices else None
+
+    def note_step(self) -> None:
+        """Note that the optimizer has stepped."""
+
+
+class ReduceScatterAndFree(ReduceScatter):
+    """Exchange that keeps this rank's slice of each mean, and frees the bucket: ZeRO-2.
+
+    A bucket has memory from its first gradient until the bucket after it is sent. If gradients come
+    in the order of the plan, these are two buckets at a time: one is filled, one is being sent.
+
+    Means are added to those that are there, until they are zeroed. After a step they must be.
+    """
+
+    frees_buckets = True
+
+    def __init__(self, group: ProcessGroup, device: torch.device):
+        super().__init__(group, device)
+        self._means: dict[GradientBucket, Tensor] = {}  # sums of the slices that have arrived
+        self._arriving: dict[GradientBucket, Tensor] = {}
+        self._last_sent: GradientBucket | None = None
+        self._with_mean: set[nn.Parameter] = set()
+        self._was_stepped = False  # since the means were zeroed
+
+    def start(self, ddp: BucketedDDP, bucket: GradientBucket) -> Work:
+        """See `AllReduce.start`.
+
+        Raises:
+            RuntimeError: the means were not zeroed since the last step.
+        """
+        checks.check_means_zeroed(self._was_stepped)
+        sent = bucket.seal()
+        arriving = sent.new_empty(bucket.plan.slice_numel)
+        work = collectives.reduce_scatter_mean(arriving, sent, self._group)
+        self._arriving[bucket] = arriving
+        for index, parameter in zip(bucket.plan.indices, bucket.parameters, strict=True):
+            if parameter.grad is not None:
+                parameter.grad = None
+                ddp.step.ready[index] = FREED
+        # Wait for the bucket before, and only now: the computation stops until that one has
+        # arrived, and meanwhile this one must be waiting to be sent.
+        before, self._last_sent = self._last_sent, bucket
+        if before is not None:
+            ddp.receive(before)
+        return work
+
+    def finish(self, bucket: GradientBucket) -> None:
+        """Free the bucket, and add this rank's slice of the mean to that of earlier calls."""
+        bucket.free()
+        arrived = self._arriving.pop(bucket)
+        if bucket in self._means:
+            self._means[bucket] += arrived
+        else:
+            self._means[bucket] = arrived
+
+    def end_step(self, freed: Sequence[nn.Parameter]) -> None:
+        """See `AllReduce.end_step`."""
+        self._with_mean.update(freed)
+        self._last_sent = None
+
+    def has_mean(self, parameter: nn.Parameter) -> bool:
+        """See `AllReduce.has_mean`."""
+        return parameter in self._with_mean
+
+    def mean_slice(self, bucket: GradientBucket) -> Tensor | None:
+        """See `ReduceScatter.mean_slice`."""
+        return self._means.get(bucket)
+
+    def zero_means(self, set_to_none: bool) -> None:
+        """See `AllReduce.zero_means`."""
+        self._was_stepped = False
+        if set_to_none:
+            self._means.clear()
+            self._with_mean.clear()
+        else:
+            for mean in self._means.values():
+                mean.zero_()
+
+    def note_step(self) -> None:
+        """See `ReduceScatter.note_step`."""
+        self._was_stepped = bool(self._means)
+
 
 # -- step and gather -------------------------------------------------------------------------------
 
@@ -343,10 +451,13 @@ class Slices(Placement):
     def __init__(self, ddp: BucketedDDP, overlap: bool):
         self._group = ddp.process_group
         self._in_place = collectives.shards_in_place(ddp.device, self._group)
+        self._exchange: ReduceScatter = ddp.exchange
         self.shard_of: dict[nn.Parameter, Shard] = {}
         self.starts: dict[nn.Parameter, int] = {}
-        # (parameter, its shard, the mean of that shard's gradient)
-        self._means: list[tuple[nn.Parameter, nn.Parameter, Tensor]] = []
+        # The shards that get a gradient, by bucket, and the slice of the mean of which their
+        # gradients are views now.
+        self._parts: dict[GradientBucket, list[_Part]] = {bucket: [] for bucket in ddp.buckets}
+        self._viewed: dict[GradientBucket, Tensor | None] = {}
         names = {parameter: plain_name(name) for name, parameter in ddp.named}
         # Parameters of each bucket, `(plan.numel,)`, and this rank's slice of them.
         self._flat = [self._move(bucket, names) for bucket in ddp.buckets]
@@ -372,7 +483,8 @@ class Slices(Placement):
             The buffer, and this rank's slice of it.
         """
         plan, rank = bucket.plan, self._group.rank()
-        flat = torch.zeros(plan.numel, dtype=plan.dtype, device=bucket.buffer.device)
+        device = bucket.parameters[0].device
+        flat = torch.zeros(plan.numel, dtype=plan.dtype, device=device)
         for position, view in enumerate(plan.views(flat, bucket.parameters)):
             parameter = bucket.parameters[position]
             parameter.data = view.copy_(parameter)
@@ -391,7 +503,10 @@ class Slices(Placement):
         # Muon also asks for the matrices of other ranks. A parameter without elements has a step to
         # count.
         if start < stop or parameter.ndim == 2 or parameter.numel() == 0:
-            self._means.append((parameter, value, bucket.buffer[here].view(shape)))
+            first = plan.place(position, rank)
+            # The number of an element gives the view of a scalar, a slice that of a vector.
+            place = first if value.ndim == 0 else slice(first, first + stop - start)
+            self._parts[bucket].append(_Part(parameter, value, place))
         self.starts[parameter] = start
         first = start if parameter.is_contiguous() else None
         self.shard_of[parameter] = Shard(name, parameter.shape, first, value)
@@ -416,8 +531,21 @@ class Slices(Placement):
         if self._works:
             self.wait()
         checks.refuse_assigned(self._placed)
-        for parameter, shard, mean in self._means:
-            shard.grad = None if parameter.grad is None else mean
+        for bucket, parts in self._parts.items():
+            own = self._exchange.mean_slice(bucket)
+            if own is not self._viewed.get(bucket):
+                self._viewed[bucket] = own
+                for part in parts:
+                    part.mean = None if own is None else own[part.place]
+            for part in parts:
+                part.shard.grad = part.mean if self._exchange.has_mean(part.parameter) else None
+
+    def drop_gradients(self) -> None:
+        """Let the `.grad` of each shard be None, and let go of the memory."""
+        self._viewed.clear()
+        for parts in self._parts.values():
+            for part in parts:
+                part.shard.grad = part.mean = None
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -446,6 +574,23 @@ class Slices(Placement):
         self.wait()
         if self._overlap is not None:
             self._overlap.close()
+
+
+@dataclass
+class _Part:
+    """A shard that gets a gradient.
+
+    Attributes:
+        parameter: the whole parameter.
+        shard: this rank's elements of it.
+        place: index of these elements in this rank's slice of the bucket.
+        mean: the shard's gradient, a view of the slice of the mean; None before the first.
+    """
+
+    parameter: nn.Parameter
+    shard: nn.Parameter
+    place: slice | int
+    mean: Tensor | None = None
 
 
 class GatherUnderForward:

@@ -142,6 +142,7 @@ def memory(
         shard_size=choice.group,
         layout=choice.layout,
         optimizer=choice.optimizer,
+        bucket_size_mb=choice.bucket_size_mb,
     )
     return step.memory(ranks)
 

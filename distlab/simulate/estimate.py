@@ -161,6 +161,8 @@ def estimate_step(
     own = _stages_of_ranks(layout.pipeline, stages)
     ends = _ends(layout, stages, micro_batches, message_s)
     parts = rank_parts(config, layout, checkpointing, micro_batches)
+    # In a pipeline all micro-batches but the last accumulate locally, under ZeRO-2 also.
+    sends_once = strategy.frees_gradients and layout.pipeline > 1
     times = []
     for mine, end, part in zip(own, ends, parts, strict=True):
         once = mine.compute
@@ -179,7 +181,7 @@ def estimate_step(
                 bucket_size_mb,
                 shards,
                 reduced_bytes,
-                micro_batches,
+                1 if sends_once else micro_batches,
             ),
             network,
             averaging,
@@ -489,7 +491,7 @@ def messages(
         shards: number of ranks among which FSDP shards a parameter. Above one, messages are padded
             to whole rows.
         reduced_bytes: bytes per element of the gradients that are sent.
-        micro_batches: number of micro-batches accumulated in a step.
+        micro_batches: number of micro-batches that communicate in a step, see `step_volume`.
     """
     numels = shape.parameter_numels()
     buckets = plan_buckets(numels, [torch.float32] * len(numels), bucket_size_mb)
@@ -522,6 +524,7 @@ def messages(
         calls=volume.collectives,
         buckets=len(buckets),
         units=shape.num_layers * buffers_of_block + shape.vocabularies,
+        reductions=micro_batches if strategy.frees_gradients else 1,
     )
 
 

@@ -60,6 +60,8 @@ def layout_volume(
         ValueError: a size below one, or a `shard_size` that does not divide the ranks.
     """
     numels = shape.parameter_numels()
+    # In a pipeline all micro-batches but the last accumulate locally, under ZeRO-2 also.
+    sends_once = strategy.frees_gradients and pipeline > 1
     of_strategy = step_volume(
         strategy,
         numels,
@@ -70,7 +72,7 @@ def layout_volume(
         # also.
         world_size=world_size // (shape.tensor * pipeline),
         compute_itemsize=precision.compute,
-        micro_batches=micro_batches,
+        micro_batches=1 if sends_once else micro_batches,
         bucket_size_mb=bucket_size_mb,
         shard_size=shard_size,
     )

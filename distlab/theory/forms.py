@@ -11,8 +11,8 @@ class Form(Protocol):
 
     Args:
         name: name of the strategy, for errors.
-        sends, updates, after_backward, pads_buckets, has_buckets, takes_mesh, is_peer: fields of
-            `distlab.parallel.Strategy`.
+        sends, updates, after_backward, pads_buckets, has_buckets, frees_gradients, takes_mesh,
+            is_peer: fields of `distlab.parallel.Strategy`.
     """
 
     name: str
@@ -21,5 +21,6 @@ class Form(Protocol):
     after_backward: bool
     pads_buckets: bool
     has_buckets: bool
+    frees_gradients: bool
     takes_mesh: bool
     is_peer: bool

@@ -150,6 +150,8 @@ class Messages:
         calls: number of collectives of the strategy, as `distlab.theory.volume` counts them.
         buckets: number of buckets.
         units: number of FSDP's units.
+        reductions: number of times that gradients are sent: once, or under ZeRO-2 for each
+            micro-batch.
     """
 
     gradient_bytes: float
@@ -157,6 +159,7 @@ class Messages:
     calls: int
     buckets: int
     units: int
+    reductions: int = 1
 
 
 @dataclass(frozen=True)
@@ -223,8 +226,8 @@ def step_time(
         network: links between the ranks.
         ranks: number of ranks, N.
         contention: rates p and q.
-        micro_batches: number accumulated. DDP strategies communicate only during the last one's
-            backward, FSDP gathers in each.
+        micro_batches: number accumulated. DDP strategies and ZeRO-1 communicate only during the
+            last one's backward, FSDP gathers in each, and ZeRO-2 reduces in each.
         group: number of ranks that share a copy of the parameters, with a mesh. Default: a node.
 
     Raises:
@@ -297,10 +300,11 @@ def _time_of_slices(
     contention: tuple[float, float],
     micro_batches: int,
 ) -> StepTime:
-    """Return the time of a step in which every rank updates a slice of each bucket: ZeRO-1.
+    """Return the time of a step in which every rank updates a slice of each bucket: ZeRO-1 and 2.
 
     A reduce-scatter of gradients under backward and an all-gather of parameters under the next
-    forward take equally long. Each is half of an all-reduce.
+    forward take equally long. Each is half of an all-reduce. ZeRO-2 sends the gradients of each
+    micro-batch, which are first packed into buckets.
     """
     half_s = network.seconds(messages.gradient_bytes, ranks, messages.buckets, "reduce_scatter")
     bucket_s = half_s / messages.buckets
@@ -308,11 +312,12 @@ def _time_of_slices(
     # before the first bucket has. Gradients leave under the last micro-batch's backward.
     in_forward = _overhead(compute.forward / micro_batches, half_s, bucket_s, contention)
     in_backward = _overhead(compute.backward / micro_batches, half_s, bucket_s, contention)
+    packed_again_s = (messages.reductions - 1) * compute.pack
     return StepTime(
-        compute=_busy_seconds(strategy, compute),
+        compute=_busy_seconds(strategy, compute) + packed_again_s,
         optimizer=compute.optimizer / ranks,
-        overhead=in_forward + in_backward,
-        communication=2 * half_s,
+        overhead=in_forward + messages.reductions * in_backward,
+        communication=(1 + messages.reductions) * half_s,
         calls=messages.calls,
     )
 

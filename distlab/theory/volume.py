@@ -84,8 +84,10 @@ def step_volume(
         shard_size: number of ranks in a shard group, for strategies with a mesh. None: those of a
             host of 8.
         dtypes: labels that tell the gradients' dtypes apart. None: their sizes do.
-        units, shapes, compute_itemsize, micro_batches: arguments of `fsdp`, which has no closed
-            form without units.
+        units, shapes, compute_itemsize: arguments of `fsdp`, which has no closed form without
+            units.
+        micro_batches: number of micro-batches that are accumulated in a step without a pipeline.
+            FSDP gathers for each of them, and ZeRO-2 sends the gradients of each.
 
     Raises:
         ValueError: as in `each_gradient`. Also a `shard_size` that does not divide the ranks.
@@ -123,7 +125,14 @@ def step_volume(
     if not strategy.has_buckets:
         bucket_size_mb = None
     if strategy.updates == "slices":
-        return zero1(numels, itemsizes, bucket_size_mb, world_size=world_size, dtypes=dtypes)
+        return zero1(
+            numels,
+            itemsizes,
+            bucket_size_mb,
+            world_size=world_size,
+            reductions=micro_batches if strategy.frees_gradients else 1,
+            dtypes=dtypes,
+        )
     if strategy.updates == "owned":
         return sharded_optimizer(
             numels, itemsizes, bucket_size_mb, world_size=world_size, dtypes=dtypes
@@ -369,6 +378,7 @@ def zero1(
     bucket_size_mb: float | None = 25.0,
     *,
     world_size: int,
+    reductions: int = 1,
     dtypes: Labels | None = None,
 ) -> CommunicationVolume:
     """Return the volume of a reduce-scatter and an all-gather per bucket, and a message of flags.
@@ -379,23 +389,30 @@ def zero1(
     Buckets are filled as in `bucketed`, without flags, and padded to a multiple of the world size.
     The flags go in an fp32 all-reduce of 4 bytes per parameter. For B buckets: 2·B + 1 calls.
 
+    ZeRO-2 sends the gradients and flags of each micro-batch, and gathers once: (k + 1)·B + k calls
+    for k micro-batches.
+
     Args:
         numels: elements of each parameter.
         itemsizes: bytes per element of each gradient.
         bucket_size_mb: limit in MiB, as in `bucketed`.
         world_size: number of ranks that a bucket is divided among.
+        reductions: number of times that gradients are sent in a step.
         dtypes: labels that tell the gradients' dtypes apart. None: their sizes do.
 
     Raises:
-        ValueError: as in `bucketed`. Also fewer than one rank.
+        ValueError: as in `bucketed`. Also fewer than one rank, or fewer than one reduction.
     """
+    at_least_one(reductions=reductions)
     buckets = bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes)
     bucket_bytes = 0
     for numel, itemsize in buckets:
         bucket_bytes += padded(numel, world_size) * itemsize
     # A reduce-scatter would leave each flag on one rank only, so flags have an all-reduce.
     flag_bytes = FLAG_BYTES * len(numels)
-    return CommunicationVolume(2 * len(buckets) + 1, 2 * bucket_bytes + flag_bytes)
+    gradients = CommunicationVolume(len(buckets) + 1, bucket_bytes + flag_bytes)
+    parameters = CommunicationVolume(len(buckets), bucket_bytes)
+    return gradients * reductions + parameters
 
 
 def sharded_optimizer(

@@ -65,6 +65,7 @@ class PlannedStep:
             host of 8, see `with_shard_size`.
         layout: sizes of the groups of ranks that share a model.
         optimizer: `adamw` or `muon`.
+        bucket_size_mb: MiB of a bucket. It matters only where buckets are freed.
     """
 
     model: ModelConfig
@@ -79,6 +80,7 @@ class PlannedStep:
     shard_size: int | None = None
     layout: Layout = DATA_PARALLEL
     optimizer: str = "adamw"
+    bucket_size_mb: float | None = 25.0
 
     def memory(self, world_size: int, *, on_gpu: bool = True) -> StepMemory:
         """Return the memory of a full step on the rank that needs most, in closed form.
@@ -125,6 +127,7 @@ class PlannedStep:
             compiled=self.compiled,
             sharing=Sharing(layout.context, layout.attention),
             micro_batches_held=part.held,
+            bucket_size_mb=self.bucket_size_mb,
         )
 
     def least_bytes(self, world_size: int, *, on_gpu: bool) -> int:
@@ -244,6 +247,7 @@ def training_step(config: TrainConfig, world_size: int) -> PlannedStep:
         shard_size=config.shard_size,
         layout=layout,
         optimizer=config.optimizer,
+        bucket_size_mb=config.bucket_size_mb,
     )
 
 

@@ -2,6 +2,7 @@
 
 zero_grad ─ [micro-batch]×k ─ finish_gradient_synchronization ─ (clip, check) ─ optimizer.step
              the first k−1 under no_sync(): one synchronisation per optimizer step
+             (where gradients are freed, each finishes: memory is saved, and more is sent)
 """
 
 from collections.abc import Callable, Sequence
@@ -194,8 +195,10 @@ class TrainStep:
         count: Tensor | None = None
         for number, batch in enumerate(micro_batches):
             is_last = number == len(micro_batches) - 1
-            # Only the last backward sends gradients. Those before add to them locally.
-            with nullcontext() if is_last else self.model.no_sync():
+            # Only the last backward sends gradients. Those before add to them locally, unless that
+            # would keep full gradients which the strategy can do without.
+            adds_locally = not is_last and not self.model.accumulates_shards
+            with self.model.no_sync() if adds_locally else nullcontext():
                 with self.model.autocast():
                     loss = self.loss_fn(self.model, batch)
                 if isinstance(loss, tuple):
@@ -208,6 +211,8 @@ class TrainStep:
                 # The multiplication is left out without a scaler, where it would cost a launch.
                 scaled_loss = loss if scale == 1.0 else loss * scale
                 scaled_loss.backward()
+            if not is_last and self.model.accumulates_shards:
+                self.model.finish_gradient_synchronization()
             total = total.to(loss.device) + loss.detach()
         return total, count
 

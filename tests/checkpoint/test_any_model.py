@@ -23,7 +23,7 @@ from distlab.train import loop
 from tests.parallel.test_contract import on_two_ranks
 from tests.train.cases import Run
 
-NAMES = ["naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp"]
+NAMES = ["naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "zero2", "fsdp"]
 
 
 class Odd(nn.Module):
@@ -215,7 +215,7 @@ def steps_after_load(context, folder, names, odd):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_odd_models_are_resumed_on_other_numbers_of_ranks(tmp_path, ranks):
     odd = {"frozen": ["first"], "empty": True, "scalar": True, "row": True}
-    names = ["bucketed", "sharded-optimizer", "zero1", "fsdp"]
+    names = ["bucketed", "sharded-optimizer", "zero1", "zero2", "fsdp"]
     run_ranks(save_one, 2, tmp_path, names, odd)
     for found in run_ranks(steps_after_load, ranks, tmp_path, names, odd):
         assert found == {1.0}
@@ -352,7 +352,7 @@ def test_checkpoints_of_before_resume(one_rank, tmp_path, frozen_in_group):
             parameters[f"optimizer/step/{name}"] = torch.tensor(7.0)
     parameters["rng/0/of_another_machine"] = torch.zeros(4, dtype=torch.uint8)
     write_by_hand(tmp_path, [list(named) if frozen_in_group else trained], parameters)
-    for name in ("bucketed", "zero1", "sharded-optimizer", "fsdp"):
+    for name in ("bucketed", "zero1", "zero2", "sharded-optimizer", "fsdp"):
         model, optimizer = built(one_rank, name, torch.optim.AdamW, Odd(**odd))
         saver = Checkpointer(tmp_path, one_rank)
         saver.load(saver.newest(), model, optimizer)

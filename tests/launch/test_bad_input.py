@@ -164,7 +164,7 @@ MISTAKES = {
         ),
         (
             "--strategy zero3",
-            "strategy 'zero3' cannot train (did you mean zero1?); allowed: naive, flat",
+            "strategy 'zero3' cannot train (did you mean zero2?); allowed: naive, flat",
         ),
         (
             "--stages 2 2",

@@ -116,6 +116,7 @@ def train(context, training, layout, strategy):
     finally:
         torch.set_default_dtype(torch.float32)
     first: list[Piece] = []
+    losses = []
     step = TrainStep(model, optimizer, loss_in_head, max_grad_norm=training.max_norm)
     finish = model.finish_gradient_synchronization
 
@@ -123,14 +124,13 @@ def train(context, training, layout, strategy):
         finish()
         # Under ZeRO-1 this lets the shards' gradients refer to the memory where they arrived.
         model.gradients()
-        if not first:
-            first.extend(pieces(model, gradient_of))
+        if not losses:  # under ZeRO-2 each micro-batch of the first step adds to them
+            first[:] = pieces(model, gradient_of)
 
     model.finish_gradient_synchronization = finish_and_note
     axes = layout.axes(context.group)
     rows = ROWS // axes.batch_ranks
     mine = slice(axes.batch_rank * rows, (axes.batch_rank + 1) * rows)
-    losses = []
     for number in range(STEPS):
         batches = []
         for tokens, targets in training.batches(number):

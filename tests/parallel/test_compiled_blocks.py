@@ -129,7 +129,7 @@ class KernelStack(nn.Module):
 @torch.compiler.set_stance(force_backend="eager")
 def test_blocks_of_kernel_modules(context):
     seen = {}
-    for name in ("naive", "zero1", "fsdp"):
+    for name in ("naive", "zero1", "zero2", "fsdp"):
         torch.compiler.reset()
         module = KernelStack()
         model, optimizer = get_strategy(name).build(

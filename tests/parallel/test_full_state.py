@@ -23,6 +23,7 @@ OURS = (
     "bucketed",
     "sharded-optimizer",
     "zero1",
+    "zero2",
     "fsdp",
     "hsdp",
 )

@@ -58,7 +58,7 @@ def let_go_of_others():
         checks.release(wrapper)
 
 
-@pytest.mark.parametrize("strategy", ["naive", "zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", ["naive", "zero1", "zero2", "fsdp"])
 @on_one_rank
 def test_the_first_wrapper_brings_the_hooks_and_the_last_takes_them_away(context, strategy):
     let_go_of_others()

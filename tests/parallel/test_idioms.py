@@ -62,7 +62,7 @@ def test_values_are_not_assigned_to_shards_and_what_was_kept_is_restored(context
     """An average swapped in and out: `p.data` that was kept is an alias, which nothing may
     overwrite.
     """
-    for kind in ("zero1", "fsdp"):
+    for kind in ("zero1", "zero2", "fsdp"):
         made = wrapped(context, kind)
         wrapper, parameters = made[0], list(made[0].parameters())
         step(wrapper, made, context, 0)
@@ -162,7 +162,7 @@ def test_a_copy_of_the_wrapped_module_is_an_ordinary_module(context):
     Shards are no module by themselves.
     """
     x = torch.ones(2, 6)
-    for kind in ("naive", "flat", "bucketed", "zero1"):
+    for kind in ("naive", "flat", "bucketed", "zero1", "zero2"):
         made = wrapped(context, kind)
         step(made[0], made, context, 0)
         module = made[0].module
@@ -205,6 +205,7 @@ def test_a_compiled_step_and_a_compiled_wrapper_train_alike(context):
         expected = trained("bucketed", "", copy.deepcopy(module))
         for kind, part in (
             ("zero1", "step"),
+            ("zero2", "step"),
             ("sharded-optimizer", "step"),
             ("fsdp", "step"),
             ("fsdp", "wrapper"),

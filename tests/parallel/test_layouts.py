@@ -50,7 +50,7 @@ TABLE = {  # ranks → layouts under their strategies
         "tp2": ("fsdp",),
         "cp2-ring": ("zero1",),
         "cp4-ring": ("fsdp",),
-        "tp2,cp2": STRATEGIES[1:],
+        "tp2,cp2": (*STRATEGIES[1:], "zero2"),
         "tp2,cp2-ulysses": (),
         "tp2,cp2-ring": ("fsdp",),
     },

@@ -21,6 +21,7 @@ CELLS = [
     ("sharded-optimizer", "owner"),
     ("zero1", "gather"),
     ("zero1", "exchange"),
+    ("zero2", "exchange"),
     ("fsdp", "gather"),
     ("fsdp", "exchange"),
 ]

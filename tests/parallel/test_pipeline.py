@@ -45,6 +45,8 @@ ALONE: dict[int, list[Row]] = {  # ranks → pipelines that have all ranks: to t
         ("pp2-zero-bubble", "bucketed"),
         ("pp2-interleaved", "fsdp"),
         ("pp2-zero-bubble", "zero1"),
+        ("pp2-interleaved", "zero2"),
+        ("pp2-zero-bubble", "zero2"),
     ],
     3: [
         ("pp3", "bucketed"),
@@ -66,6 +68,8 @@ TOGETHER: list[Row] = [  # four ranks
     ("pp2", "zero1"),
     ("pp2,tp2", "bucketed"),
     ("pp2-interleaved,cp2", "zero1"),
+    ("pp2-interleaved", "zero2"),
+    ("pp2-zero-bubble", "zero2"),
     ("pp2-zero-bubble,tp2", "naive"),
     ("pp2,cp2-ring", "fsdp"),
 ]

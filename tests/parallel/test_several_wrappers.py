@@ -72,12 +72,14 @@ def in_one_backward(context, kinds, joint):
 
 
 PAIRS = [
-    *((kind, kind) for kind in ("overlap", "bucketed", "sharded-optimizer", "zero1")),
+    *((kind, kind) for kind in ("overlap", "bucketed", "sharded-optimizer", "zero1", "zero2")),
     ("overlap", "bucketed"),
     ("bucketed", "naive"),
     ("zero1", "overlap"),
     ("fsdp", "bucketed"),
     ("zero1", "fsdp"),
+    ("zero2", "bucketed"),
+    ("zero1", "zero2"),
 ]
 
 
@@ -92,7 +94,7 @@ def test_a_layer_that_one_rank_does_not_use_mixes_no_messages(context):
 @on_two_ranks
 def test_a_step_beside_an_unfinished_wrapper_mixes_no_messages(context):
     x = drawn(context.rank, 3, 4)
-    for kind in ("zero1", "sharded-optimizer"):
+    for kind in ("zero1", "zero2", "sharded-optimizer"):
         ends = []
         for late in (False, True):
             torch.manual_seed(0)

@@ -68,7 +68,7 @@ def in_one_process(optimizer_cls, frozen):
 def test_the_state_of_one_process_is_continued_by_shards(context, frozen):
     for optimizer_cls in (torch.optim.AdamW, Muon):
         module, weights, state = in_one_process(optimizer_cls, frozen)
-        for strategy in ("zero1", "fsdp", "hsdp", "sharded-optimizer", "bucketed"):
+        for strategy in ("zero1", "zero2", "fsdp", "hsdp", "sharded-optimizer", "bucketed"):
             model, optimizer = built(context, strategy, optimizer_cls, frozen=frozen)
             step(model, optimizer, 9)  # what it had is overwritten
             if strategy in ("fsdp", "hsdp"):

@@ -218,7 +218,7 @@ def resume(context, kind, saved):
     return [parameter.detach().clone() for parameter in wrapper.full_parameters().values()]
 
 
-@pytest.mark.parametrize("kind", ["sharded-optimizer", "zero1"])
+@pytest.mark.parametrize("kind", ["sharded-optimizer", "zero1", "zero2"])
 def test_a_state_saved_at_two_ranks_resumes_at_any_number(kind):
     """Check that padding is not stored, by loading at 4 ranks and in an unsharded process."""
     plain = with_scale(0)

@@ -21,7 +21,7 @@ from tests.parallel.cases import CASES
 from tests.parallel.test_accumulation import no_sync_and_then_a_step
 from tests.parallel.test_build import norms
 
-OURS = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
+OURS = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "zero2", "fsdp")
 TIMEOUT_S = 10  # of a row's collectives, after a rank that raised in it
 
 

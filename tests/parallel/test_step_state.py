@@ -8,7 +8,7 @@ from distlab.parallel import get_strategy
 from distlab.parallel.ddp import Phase
 from tests.parallel.test_contract import on_two_ranks
 
-NAMES = ("naive", "flat", "overlap", "bucketed", "zero1", "fsdp")
+NAMES = ("naive", "flat", "overlap", "bucketed", "zero1", "zero2", "fsdp")
 
 
 def built(name, context):
@@ -37,7 +37,7 @@ def test_a_step_goes_through_its_phases_and_says_so(context, name):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", ["naive", "bucketed", "fsdp"])
+@pytest.mark.parametrize("name", ["naive", "bucketed", "zero2", "fsdp"])
 @on_two_ranks
 def test_a_pass_inside_no_sync_leaves_the_phase_and_is_noted(context, name):
     wrapper, _ = built(name, context)

@@ -55,7 +55,7 @@ def assert_as_said(step, strategy, layout, shape, ranks, **options):
     )
 
 
-@pytest.mark.parametrize("strategy", ["bucketed", "zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", ["bucketed", "zero1", "zero2", "fsdp"])
 def test_a_step_sends_what_the_closed_form_says(strategy):
     """In bf16: the strategy's messages of cut matrices, and those of both axes."""
     in_bf16 = precision_of("bf16", casts_parameters=get_strategy(strategy).casts_parameters)
@@ -63,6 +63,26 @@ def test_a_step_sends_what_the_closed_form_says(strategy):
         step, layout = simulated(CONFIG, strategy, name, "bf16"), Layout.parse(name)
         shape = ModelShape.of(CONFIG, layout.tensor)
         assert_as_said(step, strategy, layout, shape, 8, precision=in_bf16)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_zero2_sends_the_gradients_of_each_micro_batch(micro_batches):
+    """And gathers once. Its memory stays that of one micro-batch."""
+    sizes = {"batch": 1, "world_size": 8, "micro_batches": micro_batches}
+    step = simulate_training(CONFIG, "zero2", dtype="bf16", **sizes)
+    in_bf16 = precision_of("bf16", casts_parameters=False)
+    assert_as_said(
+        step,
+        "zero2",
+        Layout(),
+        ModelShape.of(CONFIG),
+        8,
+        precision=in_bf16,
+        micro_batches=micro_batches,
+    )
+    planned = PlannedStep(CONFIG, 1, "zero2", "bf16", micro_batches=micro_batches).memory(8)
+    error = (planned.peak.total - CUBLAS_WORKSPACES) / step.peak.total - 1
+    assert abs(error) < 0.025
 
 
 def test_owners_broadcast_what_the_closed_form_says():
@@ -103,6 +123,7 @@ def test_what_recomputed_blocks_send_again():
 PIPELINES = {  # ranks of each of their stages send other things
     "bucketed": ["pp2-zero-bubble", "pp2-interleaved,tp2"],
     "fsdp": ["pp2-interleaved,tp2", "pp2,cp2-ring"],
+    "zero2": ["pp2-interleaved"],
 }
 DEEP = replace(CONFIG, num_layers=4)
 RANKS = 8
@@ -141,7 +162,14 @@ def _error(config, strategy, layout, dtype, **keeps):
 
 
 @pytest.mark.parametrize(
-    "strategy, dtype", [("bucketed", "fp32"), ("zero1", "bf16"), ("fsdp", "bf16")]
+    "strategy, dtype",
+    [
+        ("bucketed", "fp32"),
+        ("zero1", "bf16"),
+        ("zero2", "bf16"),
+        ("zero2", "fp32"),
+        ("fsdp", "bf16"),
+    ],
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_holds_what_the_closed_form_says(strategy, dtype, layout):
@@ -157,6 +185,7 @@ def test_a_rank_holds_what_the_closed_form_says(strategy, dtype, layout):
     [
         ("bucketed", "fp32", ("pp2-gpipe", "pp2")),
         ("zero1", "bf16", ("pp2,tp2",)),
+        ("zero2", "bf16", ("pp2",)),
         ("fsdp", "bf16", ("pp2-interleaved",)),
     ],
 )

@@ -153,13 +153,14 @@ def test_states_are_divided(shape, ranks):
             shapes_of_buffer = tuple(unit[index] for index in indices)
             rows += RowLayout(shapes_of_buffer, ranks).slice_numel
     states = {}
-    for name in ("local", "bucketed", "sharded-optimizer", "zero1", "fsdp"):
+    for name in ("local", "bucketed", "sharded-optimizer", "zero1", "zero2", "fsdp"):
         memory = step_memory(
             shape, batch=1, context=4, strategy=STRATEGIES[name], world_size=ranks, precision="fp32"
         )
         states[name] = memory.before_step.states
     assert states["local"] == states["bucketed"] == 16 * parameters
     assert states["zero1"] == 8 * parameters + 8 * math.ceil(parameters / ranks)
+    assert states["zero2"] == 4 * parameters + 12 * math.ceil(parameters / ranks)
     assert states["fsdp"] == 16 * (len(vectors) * shape.d_model + rows)
     assert states["zero1"] <= states["sharded-optimizer"] <= states["local"]
 

@@ -108,6 +108,21 @@ def test_worked_example():
     )
 
 
+def test_zero2_reduces_and_packs_for_each_micro_batch():
+    """With one of them it takes ZeRO-1's time; a second adds a reduce-scatter and a copy."""
+    network = Network(100.0, 100.0)
+    found = {}
+    for name, micro_batches in (("zero1", 1), ("zero2", 1), ("zero2", 2)):
+        sent = replace(MESSAGES, reductions=micro_batches if name == "zero2" else 1)
+        found[name, micro_batches] = step_time(
+            STRATEGIES[name], COMPUTE, sent, network, 2, micro_batches=micro_batches
+        )
+    assert found["zero2", 1] == found["zero1", 1]
+    one, two = found["zero2", 1], found["zero2", 2]
+    assert two.communication == pytest.approx(one.communication + 0.4)
+    assert two.step == pytest.approx(one.step + 0.5 + 0.1)
+
+
 def test_accumulation_hides_more_for_ddp_and_sends_more_for_fsdp():
     def communication(name, micro_batches):
         strategy = STRATEGIES[name]

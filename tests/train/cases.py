@@ -10,7 +10,7 @@ from distlab.train.config import TrainConfig
 from distlab.train.data import SyntheticSequences
 from distlab.train.loop import Trainer
 
-STRATEGIES = ["bucketed", "zero1", "sharded-optimizer", "fsdp", "fsdp2"]
+STRATEGIES = ["bucketed", "zero1", "zero2", "sharded-optimizer", "fsdp", "fsdp2"]
 
 
 def tiny(**changes):

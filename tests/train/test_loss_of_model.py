@@ -10,7 +10,7 @@ from distlab.parallel import get_strategy
 from distlab.train.step import TrainStep, adamw, loss_function
 from tests.parallel.test_contract import on_two_ranks
 
-STRATEGIES = ("bucketed", "zero1", "sharded-optimizer", "fsdp")
+STRATEGIES = ("bucketed", "zero1", "zero2", "sharded-optimizer", "fsdp")
 
 
 def trained(context, strategy_name, ops, tied):

@@ -27,7 +27,7 @@ def test_the_loss_scale_and_every_option_of_a_group_are_those_of_the_checkpoint(
 
     A weight decay that was changed on the way would be lost.
     """
-    for strategy in ("bucketed", "sharded-optimizer", "zero1", "fsdp"):
+    for strategy in ("bucketed", "sharded-optimizer", "zero1", "zero2", "fsdp"):
         folder = tmp_path / strategy
         first = Run(context, folder, strategy=strategy, dtype="fp16")
         first.trainer.one_step()

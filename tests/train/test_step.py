@@ -83,7 +83,7 @@ def square_sum_and_count(model, x):
 @pytest.mark.parametrize(
     "limit, scale", [(None, None), (0.1, None), (0.1, 1024.0)], ids=["plain", "clipped", "scaled"]
 )
-@pytest.mark.parametrize("strategy", ["naive", "bucketed", "zero1", "fsdp", "torch-ddp"])
+@pytest.mark.parametrize("strategy", ["naive", "bucketed", "zero1", "zero2", "fsdp", "torch-ddp"])
 @on_two_ranks
 def test_a_sum_and_a_count_weigh_all_examples_of_all_ranks_alike(context, strategy, limit, scale):
     """Two steps of three micro-batches of different sizes, against one batch of all examples."""

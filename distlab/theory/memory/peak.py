@@ -11,6 +11,7 @@ see `zero_paper_bytes`)
     buckets, torch's defaults   4P          4P as made, and buckets of 4P    8P
     buckets, owned parameters   4P          as buckets                       8P/N, whole parameters
     buckets, slices (ZeRO-1)    4P          4P in buckets, always there      8P/N
+    the same, freed (ZeRO-2)    4P          4P/N, and two buckets            8P/N
     units (FSDP)                4P/N        4P/N                             8P/N**
 
 * Under autocast linear layers write theirs into the buffer; only those of norms and embedding are
@@ -91,6 +92,7 @@ def step_memory(
     compiled: bool = False,
     sharing: Sharing = ALONE,
     micro_batches_held: int = 1,
+    bucket_size_mb: float | None = 25.0,
 ) -> StepMemory:
     """Predict the memory of a training step on one rank, in bytes of the allocator.
 
@@ -120,6 +122,8 @@ def step_memory(
         micro_batches_held: number of micro-batches, the most whose activations of a stage this rank
             of a pipeline holds at once. Those that wait for the rest of a split backward count in
             full. Logits that wait, in GPipe, do not count.
+        bucket_size_mb: MiB of a bucket, None for unbounded. It matters only where buckets are
+            freed.
 
     Raises:
         ValueError: an unknown name, or a size below one. The message lists what is allowed.
@@ -165,6 +169,7 @@ def step_memory(
         loss_chunk=loss_chunk,
         layers=layers,
         accumulates=accumulates,
+        bucket_size_mb=bucket_size_mb,
     )
     resident = held.resident(setting)
     states = replace(resident, optimizer_state=held.optimizer_state(setting))
@@ -296,6 +301,12 @@ def _micro_batch(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str
         in_embedding = replace(
             states,
             gradients=held.all_gradients(setting),
+            buckets=states.buckets
+            + held.buckets_in_backward(
+                setting,
+                shape.num_parameters - shape.embedding_parameters,
+                shape.embedding_parameters,
+            ),
             gathered=held.gathered(setting, setting.embedding_buffer),
             temporary=kept.residual_gradient + of_embedding,
         )
@@ -361,6 +372,12 @@ def _head(
         after_loss = replace(forward, buckets=buckets, weight_copies=copies)
         temporary = kept.head_gradient + head_gradient
     in_head = replace(after_loss, gathered=gathered_head + gathered_block, temporary=temporary)
+    of_head = held.buckets_in_backward(setting, 0, shape.embedding_parameters)
+    if of_head and not held.in_place(setting):
+        # The bucket is allocated when the gradient is complete, and that of the logits is gone.
+        yield "backward of head", in_head
+        in_head = replace(in_head, temporary=head_gradient)
+    in_head = replace(in_head, buckets=in_head.buckets + of_head)
     yield "backward of head", in_head
 
 
@@ -394,8 +411,10 @@ def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown
         # The gradients of the unit before are being sent, from an fp32 buffer.
         in_flight = FP32 * (setting.embedding_buffer if is_last_block else buffer)
     largest_gradient = held.weight_gradient(setting, max(shape.matrices_per_block))
+    of_block = held.buckets_in_backward(setting, done, shape.block_parameters)
     inside = replace(
         states,
+        buckets=states.buckets + of_block,
         gradients=held.gradients_after(setting, done),
         gathered=held.gathered(setting, 2 * buffer),  # this block's and the next
         weight_copies=copied_bytes,

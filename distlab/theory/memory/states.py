@@ -13,7 +13,7 @@ from functools import cached_property
 from distlab.theory.forms import Form
 from distlab.theory.memory.activations import FP32, Activations, Precision
 from distlab.theory.model_shape import ModelShape
-from distlab.theory.volume import dealt_out, sharded_buffers
+from distlab.theory.volume import bucket_payloads, dealt_out, sharded_buffers
 
 # cuBLAS reserves 32 MiB per stream and thread on Hopper, from the same allocator: forward's thread
 # and autograd's. Source: getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp.
@@ -109,6 +109,7 @@ class Setting:
         loss_chunk: bytes of logits at a time, if the loss is computed in the head.
         layers: number of blocks of a stage: all, unless ranks share the blocks.
         accumulates: True for several micro-batches without synchronisation.
+        bucket_size_mb: MiB of a bucket, for strategies whose buckets are freed. None: unbounded.
     """
 
     shape: ModelShape
@@ -123,6 +124,7 @@ class Setting:
     loss_chunk: int | None
     layers: int
     accumulates: bool
+    bucket_size_mb: float | None
 
     @property
     def shards_parameters(self) -> bool:
@@ -143,6 +145,23 @@ class Setting:
     def embedding_buffer(self) -> int:
         """Elements of the buffer that gathers the embedding, or the head, with FSDP's padding."""
         return self._padded([(self.shape.words, self.shape.d_model)])
+
+    @cached_property
+    def buckets(self) -> list[tuple[int, int]]:
+        """(first element, elements) of each bucket, in the order in which backward fills them."""
+        numels = self.shape.parameter_numels()
+        payloads = bucket_payloads(numels, [FP32] * len(numels), self.bucket_size_mb, None)
+        found = []
+        first = 0
+        for numel, _ in payloads:
+            found.append((first, numel))
+            first += numel
+        return found
+
+    @property
+    def is_stage(self) -> bool:
+        """Return whether this rank has a part of the blocks only, in a pipeline."""
+        return not (self.shape.has_embedding and self.shape.has_head)
 
     def sharded(self, numel: int) -> int:
         """Return the fp32 bytes that this rank keeps of `numel` of the model's elements.
@@ -177,7 +196,7 @@ class Setting:
 def resident(setting: Setting) -> Breakdown:
     """Return the parameters and buffers that exist from construction on."""
     buckets = 0
-    if setting.strategy.sends in ("all", "buckets"):
+    if setting.strategy.sends in ("all", "buckets") and not setting.strategy.frees_gradients:
         buckets = FP32 * setting.shape.num_parameters
     return Breakdown(parameters=setting.sharded(setting.shape.num_parameters), buckets=buckets)
 
@@ -210,6 +229,13 @@ def gradients_after(setting: Setting, done: int) -> int:
     Args:
         done: number of elements of head and blocks that backward finished.
     """
+    if setting.strategy.frees_gradients:
+        if not setting.accumulates:
+            return FP32 * -(-done // setting.world_size)
+        # A pipeline accumulates whole gradients before it sends. Without one, each micro-batch adds
+        # to this rank's slices.
+        ranks = 1 if setting.is_stage else setting.world_size
+        return FP32 * -(-setting.shape.num_parameters // ranks)
     keeps_earlier_sums = not (setting.shards_parameters or in_place(setting))
     if setting.accumulates and keeps_earlier_sums:
         # The sums of earlier micro-batches are there from the start of the backward.
@@ -227,6 +253,8 @@ def all_gradients(setting: Setting) -> int:
 
     A flat buffer takes over gradients one by one.
     """
+    if setting.strategy.frees_gradients:
+        return FP32 * -(-setting.shape.num_parameters // setting.world_size)
     if not in_place(setting):
         return gradients_after(setting, setting.shape.num_parameters)
     # Backward of a look-up is no matmul, so it cannot write into the buffer. With buckets `.grad`
@@ -234,6 +262,29 @@ def all_gradients(setting: Setting) -> int:
     if setting.strategy.sends == "buckets" or not setting.shape.has_embedding:
         return 0
     return FP32 * setting.shape.embedding_parameters
+
+
+def buckets_in_backward(setting: Setting, done: int, numel: int) -> int:
+    """Return the bytes of buckets that are freed later: one is filled, the one before is sent.
+
+    0 for strategies whose buckets are always there.
+
+    Args:
+        done: number of elements of which backward has the gradients.
+        numel: number of elements of which it makes them now.
+    """
+    if not setting.strategy.frees_gradients:
+        return 0
+    if setting.accumulates and setting.is_stage:
+        # Only the last micro-batch fills buckets, when the activations of the others are gone.
+        return 0
+    most = 0
+    before = 0  # elements of the bucket before
+    for first, elements in setting.buckets:
+        if first < done + numel and first + elements > done:
+            most = max(most, before + elements)
+        before = elements
+    return FP32 * most
 
 
 def in_place(setting: Setting) -> bool:
