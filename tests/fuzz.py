@@ -902,9 +902,8 @@ class OnRanks(OneProcess):
         if not self.wrapper.accumulates_shards:
             super().note()
             return
-        # ZeRO-2 has freed the gradients, and knows of which parameters it has means.
-        has_mean = self.wrapper.exchange.has_mean
-        present = {name for name, p in self.first.named_parameters() if has_mean(p)}
+        # ZeRO-2 has freed the gradients. What stands in `.grad` has no values.
+        present = {name for name, p in self.first.named_parameters() if p.grad is not None}
         self.trace.present.append(present)
         self.trace.gradients.append({})
 
@@ -1089,11 +1088,6 @@ REFUSALS = (
         STRATEGIES,
         "was changed between backward and finish|became ready twice",
         lambda case: case.regime.skips >= 0 and not case.regime.to_none,
-    ),
-    Refusal(
-        ("zero2",),
-        "were not zeroed since the last finish_gradient_synchronization",
-        lambda case: case.regime.zero == "never",
     ),
     # Its backward waits for buckets, and another rank has raised "became ready twice" instead.
     Refusal(

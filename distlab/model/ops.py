@@ -253,9 +253,10 @@ def gradient_target(weight: Tensor) -> Tensor | None:
     It is for example the parameter's place in a bucket, which a strategy sets as
     `weight.gradient_target`, or a function that allocates it. The caller must write the whole
     gradient to it. The buffer is returned once, so that a weight used twice in one graph does not
-    overwrite its first gradient, and only if there is no gradient to add to.
+    overwrite its first gradient, and only if there is no gradient to add to. What ZeRO-2 puts into
+    `.grad` is none.
     """
-    if weight.grad is not None:
+    if weight.grad is not None and not hasattr(weight.grad, "stands_in"):
         return None
     target = weight.__dict__.pop("gradient_target", None)
     return target() if callable(target) else target

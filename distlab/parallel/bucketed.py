@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from distlab.comm import collectives
 from distlab.parallel import checks
 from distlab.parallel.buckets import BucketPlan, check_bucket_size, plan_of
-from distlab.parallel.ddp import FREED, NO_BACKWARD, DataParallel, Phase, UsedFlags
+from distlab.parallel.ddp import DataParallel, UsedFlags
 from distlab.parallel.model import Gradients
 from distlab.parallel.shard import Shard
 
@@ -81,6 +81,8 @@ class BucketedDDP(DataParallel):
     def lay_out(self, exchange: "AllReduce") -> None:
         """Plan the buckets as this exchange needs them, and allocate their memory."""
         withdraw_targets(self.trainable)
+        if self.buckets:
+            self.exchange.close()
         self.step.unsent.clear()
         self.buckets, self._place = [], {}  # the memory of earlier buckets is freed first
         self.exchange = exchange
@@ -129,41 +131,31 @@ class BucketedDDP(DataParallel):
             bucket.work = None
             self.exchange.finish(bucket)
 
-    def _adopt(self, index: int) -> None:
-        if self.exchange.frees_buckets:
-            self.step.ready[index] = FREED  # this rank's part of the mean is with the exchange
-        else:
-            super()._adopt(index)
-
     def _end_step(self) -> None:
-        self.exchange.end_step([self.trainable[index] for index in self.step.freed])
+        self.exchange.end_step()
         super()._end_step()
 
     def _recover(self) -> None:
-        self.exchange.zero_means(set_to_none=True)
         super()._recover()
-        self.exchange.zero_means(set_to_none=True)  # of gradients that arrived meanwhile
+        self.free_zeroed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do as `nn.Module.zero_grad`. Under ZeRO-2, also zero this rank's part of the means."""
+        """Do as `nn.Module.zero_grad`. Under ZeRO-2, also free this rank's part of the means."""
         super().zero_grad(set_to_none)
-        self.zero_means(set_to_none)
+        self.free_zeroed()
 
-    def zero_means(self, set_to_none: bool = True) -> None:
-        """Zero the means that are not in `.grad`: those of ZeRO-2."""
-        if not self.exchange.frees_buckets:
-            return
-        backward_has_run = self.step.phase in (Phase.BACKWARD, Phase.ENDED)
-        if backward_has_run and torch._C._current_graph_task_id() == NO_BACKWARD:
-            # The step is skipped. Gradients that were freed do not show the next forward that they
-            # were dropped, so the collectives are completed here.
-            self._recover()
-        self.exchange.zero_means(set_to_none)
-        if set_to_none:
+    def free_zeroed(self) -> None:
+        """Free the means of parameters whose `.grad` was dropped. Only ZeRO-2 has any."""
+        if self.exchange.free_zeroed():
             self.placement.drop_gradients()
 
     def mean_of(self, index: int) -> Tensor:
-        """Return the gradient's place in a bucket; see `DataParallel.mean_of`."""
+        """Return the gradient's place in a bucket; see `DataParallel.mean_of`.
+
+        Under ZeRO-2 it is what stands for the mean in `.grad`.
+        """
+        if self.exchange.frees_buckets:
+            return self.exchange.stand_in(self.trainable[index])
         bucket, position = self._place[index]
         return bucket.views[position]
 
@@ -228,6 +220,7 @@ class BucketedDDP(DataParallel):
     def close(self, *, restore: bool = True) -> None:
         """Detach every hook; see `DataParallel.close`."""
         self.placement.close()
+        self.exchange.close()
         withdraw_targets(self.trainable)
         super().close()
 
@@ -242,7 +235,8 @@ class AllReduce:
         has_flags: True if each bucket carries its parameters' used flags.
         shards_gradients: True if a rank gets a slice of each mean only.
         frees_buckets: True if a bucket has memory only while it is filled and sent. Afterwards
-            `.grad` is None, and the exchange has this rank's slice of the mean.
+            the exchange has this rank's slice of the mean, for which a tensor without memory stands
+            in `.grad`.
         bytes_outside_allocator: bytes of the buckets that torch's caching allocator does not count.
     """
 
@@ -269,19 +263,15 @@ class AllReduce:
     def finish(self, bucket: "GradientBucket") -> None:
         """Put the mean into the bucket, if it has arrived elsewhere."""
 
-    def end_step(self, freed: Sequence[nn.Parameter]) -> None:
-        """Note that all means have arrived.
+    def end_step(self) -> None:
+        """Note that all means have arrived."""
 
-        Args:
-            freed: parameters whose gradient was freed. They have a mean all the same.
-        """
+    def free_zeroed(self) -> bool:
+        """Free means of which no `.grad` is left. Return whether there were any."""
+        return False
 
-    def has_mean(self, parameter: nn.Parameter) -> bool:
-        """Return whether any rank has made a gradient of this parameter, after finish."""
-        return parameter.grad is not None
-
-    def zero_means(self, set_to_none: bool) -> None:
-        """Drop or zero the means that are not in `.grad`."""
+    def close(self) -> None:
+        """Detach the hooks."""
 
 
 class Placement:

@@ -35,8 +35,7 @@ from distlab.comm import collectives
 from distlab.parallel.shard import NOTED_RANK
 
 Named = Sequence[tuple[str, nn.Parameter]]
-# A gradient, and its count of in-place changes at some moment; None for one that was freed.
-Version = tuple[Tensor | None, int]
+Version = tuple[Tensor, int]  # a gradient, and its count of in-place changes at some moment
 
 # -- wrap: what cannot be wrapped ------------------------------------------------------------------
 
@@ -434,8 +433,6 @@ def check_unedited(named: Named, ready: Mapping[int, Version]) -> None:
     """
     for index, (gradient, version) in ready.items():
         name, parameter = named[index]
-        if gradient is None and parameter.grad is None:
-            continue  # it was sent and freed
         if parameter.grad is not gradient or gradient._version != version:
             raise RuntimeError(
                 f"the gradient of '{name}' was changed between backward and "
@@ -467,24 +464,6 @@ def _not_zeroed(name: str) -> RuntimeError:
         "only, which cannot be added to: call zero_grad() before every step's first backward, and "
         "use no_sync() for all but the last backward of a step to accumulate"
     )
-
-
-def check_means_zeroed(was_stepped: bool) -> None:
-    """Check the means that ZeRO-2 keeps, before others are added to them.
-
-    Args:
-        was_stepped: True if an optimizer has stepped with them.
-
-    Raises:
-        RuntimeError: it has. `.grad` does not show whether the user has zeroed the module.
-    """
-    if was_stepped:
-        raise RuntimeError(
-            "the gradients of the last step were not zeroed since the last "
-            "finish_gradient_synchronization(), and the next would be added to them: with "
-            "shard_gradients=True call zero_grad() of the ZeroOptimizer or of the wrapper before "
-            "every step's first backward (that of the module does not reach the shards)"
-        )
 
 
 # -- step ------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ A strategy is a subclass. `naive.py` is the shortest one. `checks.py` has the re
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -38,7 +38,6 @@ from distlab.parallel import checks
 from distlab.parallel.model import ParallelModel
 from distlab.parallel.shard import Shard, whole
 
-FREED: checks.Version = (None, 0)
 NO_BACKWARD = -1  # torch's number of the running backward, if none is running
 
 
@@ -58,8 +57,7 @@ class Step:
     Attributes:
         phase: phase of the step.
         ready: gradients that backward has made since the last finish, by parameter index, each with
-            its count of in-place changes at that moment. `FREED` stands for one that was sent and
-            freed.
+            its count of in-place changes at that moment.
         accumulated: indices of the parameters that a backward inside no_sync() has reached since
             the last finish.
         unsent: messages that may leave before finish and have not left, in plan order. Finish sends
@@ -73,11 +71,6 @@ class Step:
     accumulated: set[int] = field(default_factory=set)
     unsent: deque[Any] = field(default_factory=deque)
     sent_early: bool = False
-
-    @property
-    def freed(self) -> set[int]:
-        """Indices of the parameters whose gradient was sent and freed since the last finish."""
-        return {index for index, version in self.ready.items() if version is FREED}
 
     def __repr__(self) -> str:
         return (
@@ -250,9 +243,7 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         step = self.step
         lost = step.phase is Phase.BACKWARD
         if step.phase is Phase.ENDED:
-            # A gradient that was freed says nothing. ZeRO's `zero_grad()` completes such a step.
-            kept = step.ready.keys() - step.freed
-            gradients = [self.trainable[index].grad for index in kept]
+            gradients = [self.trainable[index].grad for index in step.ready]
             lost = bool(gradients) and all(gradient is None for gradient in gradients)
         # A forward inside of a backward recomputes activations.
         return lost and torch._C._current_graph_task_id() == NO_BACKWARD
@@ -290,7 +281,8 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         checks.check_unedited(self.named, step.ready)
         if len(_unfinished) > 1:
             send_unfinished(self.process_group)
-        if self.shards_gradients and len(step.ready) < len(self.trainable):
+        is_partial = self.shards_gradients and not self.accumulates_shards
+        if is_partial and len(step.ready) < len(self.trainable):
             checks.check_zeroed(self.named, step.ready)
         try:
             with torch.no_grad():
@@ -298,7 +290,7 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
                     self._send(step.unsent.popleft())
                 flags = None
                 if self._used is not None:
-                    flags = self.all_reduce_mean(self._used.write(step.freed))
+                    flags = self.all_reduce_mean(self._used.write())
                 self._synchronize()
                 if flags is not None:
                     collectives.wait(flags, self.process_group, "averaging used flags")
@@ -510,11 +502,8 @@ class UsedFlags:
         self.unused: list[int] = []
         self._parameters = parameters
 
-    def write(self, freed: Collection[int] = ()) -> Tensor:
+    def write(self) -> Tensor:
         """Write 1 for every parameter that has a gradient here, else 0.
-
-        Args:
-            freed: positions of parameters that had a gradient, which was sent and freed.
 
         Returns:
             The flags, to be averaged.
@@ -522,7 +511,7 @@ class UsedFlags:
         self.unused = []
         self.flags.fill_(1.0)
         for index, parameter in enumerate(self._parameters):
-            if parameter.grad is None and index not in freed:
+            if parameter.grad is None:
                 self.unused.append(index)
                 self.flags[index] = 0
         return self.flags

@@ -35,9 +35,11 @@ rest of it and all of parameter 5. The local optimizer sees 1-D shards, which is
 element-wise, or know what to do with shards (`muon.py`).
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +52,7 @@ from distlab.comm import collectives
 from distlab.comm.agreement import agree_on_call, collective
 from distlab.parallel import checks
 from distlab.parallel.bucketed import AllReduce, BucketedDDP, GradientBucket, Placement
-from distlab.parallel.ddp import FREED, send_unfinished
+from distlab.parallel.ddp import send_unfinished
 from distlab.parallel.local_optimizer import LocalOptimizer, Params, load_shards, options_of, to_cpu
 from distlab.parallel.shard import Shard, plain_name, view_like
 from distlab.parallel.state_dicts import refuse_other_shapes, refuse_shards
@@ -64,10 +66,10 @@ class ZeroOptimizer(LocalOptimizer):
     is clipped by `clip_grad_norm_` here, and other edits belong inside
     `elementwise_gradient_edits()`. Everything else raises.
 
-    With `shard_gradients=True`, `.grad` is None after finish, and the shards have the means
-    (`ddp.gradients()`). A finish after each micro-batch adds to them: each is sent, and no full
-    gradient is kept. Inside `no_sync()` full gradients are kept as without it. Zero by `zero_grad`
-    of this optimizer or of the wrapper: that of the module does not reach the shards.
+    With `shard_gradients=True`, only the shards have the means after finish (`ddp.gradients()`). A
+    tensor without memory stands for them in `.grad`: it can be zeroed, reads give NaN, and edits
+    raise. A finish after each micro-batch adds to the means: each is sent, and no full gradient is
+    kept. Inside `no_sync()` full gradients are kept as without it.
 
     Parameters. By default `step()` waits until they are whole. With `overlap_gather=True` it
     returns while they are being gathered. Then each child of an `nn.ModuleList` waits before its
@@ -112,8 +114,10 @@ class ZeroOptimizer(LocalOptimizer):
         checks.check_zero(ddp.module, optimizer_cls, elementwise)
         self._takes_shards = checks.takes_shards(optimizer_cls)
         self._ddp = ddp
-        exchange_cls = ReduceScatterAndFree if shard_gradients else ReduceScatter
-        self._exchange = exchange_cls(ddp.process_group, ddp.device)
+        if shard_gradients:
+            self._exchange = ReduceScatterAndFree(ddp)
+        else:
+            self._exchange = ReduceScatter(ddp.process_group, ddp.device)
         ddp.shard_for(self, self._exchange, lambda wrapper: Slices(wrapper, overlap_gather))
         self._slices: Slices = ddp.placement
         super().__init__(ddp.trainable if params is None else params, optimizer_cls, kwargs)
@@ -145,18 +149,16 @@ class ZeroOptimizer(LocalOptimizer):
         self._slices.point_gradients()
         # The slices are written through memory of their own, so autograd must be told which
         # parameters change: a graph that has saved one raises in its backward.
-        held = [parameter for group in self.param_groups for parameter in group["params"]]
-        stepped = [parameter for parameter in held if self._exchange.has_mean(parameter)]
+        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         torch.autograd.graph.increment_version(stepped)
         self.local.step(**kwargs)
-        self._exchange.note_step()
         self._slices.gather()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients of parameters, and with `shard_gradients` those of their shards."""
+        """Zero the gradients of the parameters, and free what `shard_gradients` keeps of them."""
         super().zero_grad(set_to_none)
-        self._ddp.zero_means(set_to_none)
+        self._ddp.free_zeroed()
 
     def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
         """Return a context in which gradients may be edited element by element.
@@ -347,9 +349,6 @@ class ReduceScatter(AllReduce):
         """Return this rank's slice of a bucket's mean, `(slice_numel,)`; None before the first."""
         return self._slices[bucket][0] if bucket in self._slices else None
 
-    def note_step(self) -> None:
-        """Note that the optimizer has stepped."""
-
 
 class ReduceScatterAndFree(ReduceScatter):
     """Exchange that keeps this rank's slice of each mean, and frees the bucket: ZeRO-2.
@@ -357,34 +356,65 @@ class ReduceScatterAndFree(ReduceScatter):
     A bucket has memory from its first gradient until the bucket after it is sent. If gradients come
     in the order of the plan, these are two buckets at a time: one is filled, one is being sent.
 
-    Means are added to those that are there, until they are zeroed. After a step they must be.
+    From then on, a tensor of NaN without memory stands in `.grad`. It can be dropped and zeroed.
+    Every other change of it raises. Before the next backward adds to a gradient, a hook takes the
+    stand-in away, and notes whether the user has zeroed it. Means that were not are added to.
     """
 
     frees_buckets = True
 
-    def __init__(self, group: ProcessGroup, device: torch.device):
-        super().__init__(group, device)
+    def __init__(self, ddp: BucketedDDP):
+        super().__init__(ddp.process_group, ddp.device)
         self._means: dict[GradientBucket, Tensor] = {}  # sums of the slices that have arrived
         self._arriving: dict[GradientBucket, Tensor] = {}
         self._last_sent: GradientBucket | None = None
-        self._with_mean: set[nn.Parameter] = set()
-        self._was_stepped = False  # since the means were zeroed
+        self._stand_ins: dict[nn.Parameter, Tensor] = {}
+        self._kept: set[nn.Parameter] = set()  # parameters whose mean the next one is added to
+        self._hooks = []
+        for parameter in ddp.trainable:
+            element = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
+            stand_in = element.expand(parameter.shape)
+            stand_in.stands_in = True
+            self._stand_ins[parameter] = stand_in
+            take_away = checks.Attached(partial(_take_away, weakref.ref(self), parameter))
+            self._hooks.append(parameter.register_hook(take_away))
+
+    def stand_in(self, parameter: nn.Parameter) -> Tensor:
+        """Return what stands in `.grad` for this parameter's mean."""
+        return self._stand_ins[parameter]
+
+    def take_away(self, parameter: nn.Parameter) -> None:
+        """Let `.grad` be None if the stand-in is there, and note whether the mean stays."""
+        gradient, stand_in = parameter.grad, self._stand_ins[parameter]
+        if gradient is None:
+            self._kept.discard(parameter)
+        elif gradient is stand_in:
+            parameter.grad = None
+            if stand_in._version == getattr(stand_in, "finished_version", None):
+                self._kept.add(parameter)
+            else:  # by zero_grad(set_to_none=False)
+                self._kept.discard(parameter)
+                stand_in.fill_(torch.nan)
 
     def start(self, ddp: BucketedDDP, bucket: GradientBucket) -> Work:
-        """See `AllReduce.start`.
-
-        Raises:
-            RuntimeError: the means were not zeroed since the last step.
-        """
-        checks.check_means_zeroed(self._was_stepped)
+        """See `AllReduce.start`."""
+        held = []  # positions of parameters whose `.grad` has a value, by now or from before
+        for position, parameter in enumerate(bucket.parameters):
+            if parameter.grad is not None:
+                held.append(position)
+            if parameter.grad is None or parameter.grad is self._stand_ins[parameter]:
+                self.take_away(parameter)  # this backward has not reached it
         sent = bucket.seal()
         arriving = sent.new_empty(bucket.plan.slice_numel)
         work = collectives.reduce_scatter_mean(arriving, sent, self._group)
         self._arriving[bucket] = arriving
-        for index, parameter in zip(bucket.plan.indices, bucket.parameters, strict=True):
-            if parameter.grad is not None:
-                parameter.grad = None
-                ddp.step.ready[index] = FREED
+        for position in held:
+            parameter = bucket.parameters[position]
+            stand_in = self._stand_ins[parameter]
+            parameter.grad = stand_in
+            index = bucket.plan.indices[position]
+            if index in ddp.step.ready:
+                ddp.step.ready[index] = stand_in, stand_in._version
         # Wait for the bucket before, and only now: the computation stops until that one has
         # arrived, and meanwhile this one must be waiting to be sent.
         before, self._last_sent = self._last_sent, bucket
@@ -393,40 +423,56 @@ class ReduceScatterAndFree(ReduceScatter):
         return work
 
     def finish(self, bucket: GradientBucket) -> None:
-        """Free the bucket, and add this rank's slice of the mean to that of earlier calls."""
+        """Free the bucket, and add its mean to what is kept of earlier ones."""
         bucket.free()
         arrived = self._arriving.pop(bucket)
-        if bucket in self._means:
-            self._means[bucket] += arrived
-        else:
+        mean = self._means.get(bucket)
+        if mean is None or self._kept.isdisjoint(bucket.parameters):
             self._means[bucket] = arrived
+            return
+        rank = self._group.rank()
+        for position, parameter in enumerate(bucket.parameters):
+            if parameter not in self._kept:
+                start, stop = bucket.plan.shard_range(position, rank)
+                first = bucket.plan.place(position, rank)
+                mean[first : first + stop - start].zero_()
+        mean += arrived
 
-    def end_step(self, freed: Sequence[nn.Parameter]) -> None:
+    def end_step(self) -> None:
         """See `AllReduce.end_step`."""
-        self._with_mean.update(freed)
         self._last_sent = None
-
-    def has_mean(self, parameter: nn.Parameter) -> bool:
-        """See `AllReduce.has_mean`."""
-        return parameter in self._with_mean
+        self._kept.clear()
 
     def mean_slice(self, bucket: GradientBucket) -> Tensor | None:
         """See `ReduceScatter.mean_slice`."""
         return self._means.get(bucket)
 
-    def zero_means(self, set_to_none: bool) -> None:
-        """See `AllReduce.zero_means`."""
-        self._was_stepped = False
-        if set_to_none:
-            self._means.clear()
-            self._with_mean.clear()
-        else:
-            for mean in self._means.values():
-                mean.zero_()
+    def free_zeroed(self) -> bool:
+        """See `AllReduce.free_zeroed`."""
+        zeroed = []
+        for bucket in self._means:
+            if all(parameter.grad is None for parameter in bucket.parameters):
+                zeroed.append(bucket)
+        for bucket in zeroed:
+            del self._means[bucket]
+        return bool(zeroed)
 
-    def note_step(self) -> None:
-        """See `ReduceScatter.note_step`."""
-        self._was_stepped = bool(self._means)
+    def close(self) -> None:
+        """See `AllReduce.close`."""
+        for hook in self._hooks:
+            hook.remove()
+        for parameter, stand_in in self._stand_ins.items():
+            if parameter.grad is stand_in:
+                parameter.grad = None
+
+
+def _take_away(
+    exchange: "weakref.ref[ReduceScatterAndFree]", parameter: nn.Parameter, gradient: Tensor
+) -> None:
+    """Autograd calls this before it adds a gradient to a parameter's `.grad`."""
+    found = exchange()
+    if found is not None:
+        found.take_away(parameter)
 
 
 # -- step and gather -------------------------------------------------------------------------------
@@ -538,7 +584,7 @@ class Slices(Placement):
                 for part in parts:
                     part.mean = None if own is None else own[part.place]
             for part in parts:
-                part.shard.grad = part.mean if self._exchange.has_mean(part.parameter) else None
+                part.shard.grad = part.mean if part.parameter.grad is not None else None
 
     def drop_gradients(self) -> None:
         """Let the `.grad` of each shard be None, and let go of the memory."""

@@ -15,12 +15,11 @@ from tests.parallel.cases import CASES, build, drawn
 from tests.parallel.test_contract import on_two_ranks
 
 SMALL = 104 / 2**20  # MiB: many buckets
-NOT_ZEROED = r"were not zeroed .*call zero_grad\(\) of the ZeroOptimizer or of the wrapper"
 
 
-def wrapped(context, shard_gradients=True, case="plain"):
+def wrapped(context, shard_gradients=True, case="plain", bucket_size_mb=SMALL):
     wrapper = BucketedDDP(
-        build(case, 0, context.device), bucket_size_mb=SMALL, process_group=context.group
+        build(case, 0, context.device), bucket_size_mb, process_group=context.group
     )
     options = {"lr": 0.1, "momentum": 0.9, "shard_gradients": shard_gradients}
     return wrapper, ZeroOptimizer(wrapper, torch.optim.SGD, **options)
@@ -90,7 +89,9 @@ def test_gradients_are_freed_bucket_by_bucket(context):
     assert max(allocated) == 2  # one was filled, and the one before is on its way
     wrapper.finish_gradient_synchronization()
     assert all(bucket.buffer is None for bucket in wrapper.buckets)
-    assert all(parameter.grad is None for parameter in wrapper.module.parameters())
+    for parameter in wrapper.module.parameters():
+        assert parameter.grad.untyped_storage().nbytes() == parameter.element_size()
+        assert parameter.grad.isnan().all()
     held = wrapper.gradients().every()
     assert sum(gradient.numel() for gradient in held) <= sum(
         plan.slice_numel for plan in wrapper.plan
@@ -137,7 +138,7 @@ def test_a_gradient_is_written_to_memory_that_is_allocated_for_it(context):
     assert not any("gradient_target" in parameter.__dict__ for parameter in module.parameters())
 
 
-@pytest.mark.parametrize("by", ["optimizer", "wrapper"])
+@pytest.mark.parametrize("by", ["optimizer", "wrapper", "module"])
 @on_two_ranks
 def test_a_step_that_is_skipped_leaves_nothing(context, by):
     """Its collectives are completed, and the next step is that of a wrapper which never ran it."""
@@ -146,8 +147,7 @@ def test_a_step_that_is_skipped_leaves_nothing(context, by):
         wrapper, optimizer = wrapped(context)
         if skips:
             loss_of(wrapper, context, 7).backward()
-            (optimizer if by == "optimizer" else wrapper).zero_grad()
-            assert not wrapper.gradients().every()
+            {"optimizer": optimizer, "wrapper": wrapper, "module": wrapper.module}[by].zero_grad()
         loss_of(wrapper, context, 0).backward()
         wrapper.finish_gradient_synchronization()
         optimizer.step()
@@ -155,17 +155,89 @@ def test_a_step_that_is_skipped_leaves_nothing(context, by):
     assert all(map(torch.equal, *ends))
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("when", ["before forward", "before backward"])
 @on_two_ranks
-def test_gradients_of_the_last_step_are_not_added_to(context):
-    """The module's own zero_grad() finds no gradients, and the wrapper cannot see that it ran."""
+def test_the_modules_own_zero_grad_zeroes_the_means(context, when, to_none):
+    ends = []
+    for shard_gradients in (False, True):
+        wrapper, optimizer = wrapped(context, shard_gradients)
+        for number in range(3):
+            if when == "before forward":
+                wrapper.module.zero_grad(to_none)
+            loss = loss_of(wrapper, context, number)
+            if when == "before backward":
+                wrapper.module.zero_grad(to_none)
+            loss.backward()
+            wrapper.finish_gradient_synchronization()
+            optimizer.step()
+        ends.append([parameter.detach().clone() for parameter in wrapper.module.parameters()])
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize("bucket_size_mb", [SMALL, 25.0])
+@on_two_ranks
+def test_what_is_zeroed_begins_anew_and_the_rest_is_added_to(context, bucket_size_mb):
+    """Also inside a bucket, as without a wrapper."""
+    alone = build("plain", 0, context.device)
+    wrapper, _ = wrapped(context, bucket_size_mb=bucket_size_mb)
+    for number in range(3):
+        if number == 2:
+            for module in (alone, wrapper.module):
+                for parameter in list(module.parameters())[::2]:
+                    parameter.grad = None
+        loss_of(wrapper, context, number).backward()
+        wrapper.finish_gradient_synchronization()
+        for rank in range(2):
+            (CASES["plain"].loss(alone, rank, number, context.device) / 2).backward()
+    for parameter, shard in zip(wrapper.trainable, wrapper.shards(), strict=True):
+        expected = alone.get_parameter(shard.name).grad.reshape(-1)
+        wrapper.gradients()
+        start = wrapper.placement.starts[parameter]
+        if shard.tensor.grad is not None:
+            mine = expected[start : start + shard.tensor.numel()]
+            torch.testing.assert_close(shard.tensor.grad.reshape(-1), mine)
+
+
+@on_two_ranks
+def test_gradients_that_are_never_zeroed_are_added_to_over_steps(context):
+    """As torch does without a wrapper, and under its DDP."""
+    alone = build("plain", 0, context.device)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
     wrapper, optimizer = wrapped(context)
+    for number in range(3):
+        loss_of(wrapper, context, number).backward()
+        wrapper.finish_gradient_synchronization()
+        optimizer.step()
+        for rank in range(2):
+            (CASES["plain"].loss(alone, rank, number, context.device) / 2).backward()
+        plain.step()
+    for mine, expected in zip(wrapper.module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@on_two_ranks
+def test_torchs_clipping_raises(context, foreach):
+    """It would see none of the gradients, and clip nothing."""
+    wrapper, _ = wrapped(context)
     loss_of(wrapper, context, 0).backward()
     wrapper.finish_gradient_synchronization()
-    optimizer.step()
-    wrapper.module.zero_grad()
-    with pytest.raises(RuntimeError, match=NOT_ZEROED):
-        loss_of(wrapper, context, 1).backward()
-        wrapper.finish_gradient_synchronization()
+    with pytest.raises(RuntimeError, match="unsupported operation"):
+        torch.nn.utils.clip_grad_norm_(wrapper.parameters(), 1.0, foreach=foreach)
+    with pytest.raises(RuntimeError, match="unsupported operation"):
+        torch.nn.utils.clip_grad_value_(wrapper.parameters(), 1.0, foreach=foreach)
+
+
+@on_two_ranks
+def test_a_closed_wrapper_leaves_no_stand_in(context):
+    wrapper, _ = wrapped(context)
+    loss_of(wrapper, context, 0).backward()
+    wrapper.finish_gradient_synchronization()
+    wrapper.close()
+    assert all(parameter.grad is None for parameter in wrapper.module.parameters())
+    loss_of(wrapper.module, context, 0).backward()
+    assert all(parameter.grad.isfinite().all() for parameter in wrapper.module.parameters())
 
 
 @on_two_ranks
