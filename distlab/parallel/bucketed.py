@@ -162,7 +162,7 @@ class BucketedDDP(DataParallel):
     @torch.no_grad()
     def _take_edited(self) -> None:
         if self.exchange.frees_buckets:
-            checks.check_parts_unedited(self.named)  # a `.grad` that was set would be left out
+            checks.check_stand_ins(self.named, self.exchange.is_edited)
             super()._take_edited()
             return
         # A gradient that was replaced is copied to its place in the bucket.
@@ -309,8 +309,8 @@ class GradientBucket:
 
         | grad of parameter 7 | grad of parameter 6 | … | used flags, one element each | padding |
 
-    The flags are part of the message, so that a parameter which some rank did not use needs none of
-    its own. After the mean, a flag above zero says that some rank used it.
+    The flags are part of the message, so they need no message of their own. After the mean, a flag
+    above zero says that some rank used the parameter.
 
     Args:
         plan: layout of the bucket.

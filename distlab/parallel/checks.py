@@ -522,6 +522,20 @@ def check_parts_unedited(named: Named) -> None:
         )
 
 
+def check_stand_ins(named: Named, is_edited: Callable[[nn.Parameter], bool]) -> None:
+    """Check that edits of means left alone what stands for them in `.grad`.
+
+    Raises:
+        RuntimeError: they did not. The edit would be left out.
+    """
+    for name, parameter in named:
+        if is_edited(parameter):
+            raise RuntimeError(
+                f"the gradient of '{name}' was set or zeroed, and under shard_gradients=True only "
+                "a tensor without memory stands there: edit those of `ddp.gradients().every()`"
+            )
+
+
 def find_edited(named: Iterable[tuple[str, Tensor]]) -> str | None:
     """Return the name of a parameter whose gradient was changed or replaced since finish, or None.
 

@@ -369,6 +369,7 @@ class ReduceScatterAndFree(ReduceScatter):
         self._arriving: dict[GradientBucket, Tensor] = {}
         self._last_sent: GradientBucket | None = None
         self._stand_ins: dict[nn.Parameter, Tensor] = {}
+        self._versions: dict[nn.Parameter, int] = {}  # their counts of changes after finish
         self._kept: set[nn.Parameter] = set()  # parameters whose mean the next one is added to
         self._hooks = []
         for parameter in ddp.trainable:
@@ -390,7 +391,7 @@ class ReduceScatterAndFree(ReduceScatter):
             self._kept.discard(parameter)
         elif gradient is stand_in:
             parameter.grad = None
-            if stand_in._version == getattr(stand_in, "finished_version", None):
+            if stand_in._version == self._versions.get(parameter):
                 self._kept.add(parameter)
             else:  # by zero_grad(set_to_none=False)
                 self._kept.discard(parameter)
@@ -442,6 +443,15 @@ class ReduceScatterAndFree(ReduceScatter):
         """See `AllReduce.end_step`."""
         self._last_sent = None
         self._kept.clear()
+        for parameter, stand_in in self._stand_ins.items():
+            self._versions[parameter] = stand_in._version
+
+    def is_edited(self, parameter: nn.Parameter) -> bool:
+        """Return whether `.grad` was given another value than its stand-in since finish."""
+        gradient, stand_in = parameter.grad, self._stand_ins[parameter]
+        if gradient is None:
+            return False
+        return gradient is not stand_in or stand_in._version != self._versions[parameter]
 
     def mean_slice(self, bucket: GradientBucket) -> Tensor | None:
         """See `ReduceScatter.mean_slice`."""

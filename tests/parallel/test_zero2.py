@@ -241,16 +241,29 @@ def test_a_closed_wrapper_leaves_no_stand_in(context):
 
 
 @on_two_ranks
-def test_a_gradient_that_is_set_after_finish_is_refused(context):
+def test_edits_reach_the_means_or_are_refused(context):
     wrapper, optimizer = wrapped(context)
     loss_of(wrapper, context, 0).backward()
     wrapper.finish_gradient_synchronization()
+    before = [gradient.clone() for gradient in wrapper.gradients().every()]
+    with wrapper.elementwise_gradient_edits():
+        for gradient in wrapper.gradients().every():
+            gradient.mul_(2.0)
+    for gradient, unedited in zip(wrapper.gradients().every(), before, strict=True):
+        assert torch.equal(gradient, 2 * unedited)
     weight = wrapper.trainable[0]
-    refused = pytest.raises(RuntimeError, match="is not as finish_gradient_synchronization")
-    with refused, wrapper.elementwise_gradient_edits():
-        weight.grad = torch.ones_like(weight)
-    with pytest.raises(RuntimeError, match="is not as finish_gradient_synchronization"):
-        optimizer.step()
+    for edit in ("set", "zeroed"):
+        refused = pytest.raises(RuntimeError, match="was set or zeroed")
+        with refused, wrapper.elementwise_gradient_edits():
+            if edit == "set":
+                weight.grad = torch.ones_like(weight)
+            else:
+                weight.grad.zero_()
+        with pytest.raises(RuntimeError, match="is not as finish_gradient_synchronization"):
+            optimizer.step()
+        optimizer.zero_grad()
+        loss_of(wrapper, context, 0).backward()
+        wrapper.finish_gradient_synchronization()
 
 
 @on_two_ranks
