@@ -8,7 +8,7 @@ from tabulate import tabulate
 from distlab.check.jobs import STEPS
 from distlab.check.signatures import FROZEN
 
-ROWS = 20  # of a verdict's table
+ROWS = 20  # most rows of a verdict's table
 NORM = "(the norm)"  # in the place of a tensor's name
 
 

@@ -70,7 +70,7 @@ def _write_file(path: Path, shards: Sequence[Shard]) -> tuple[dict[str, Any], In
         (`{"bytes": …, "sha256": …}`, index of these shards).
     """
     digest = hashlib.sha256()
-    offset = 0  # of the next shard, in bytes
+    offset = 0  # position in the file at which the next shard begins, in bytes
     indices = []
     # "x": the temporary folder is new, so a file of this name would be another writer's.
     with open(path, "xb") as file:

@@ -157,6 +157,6 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             tensors.append(leaf)
-        elif is_dataclass(leaf):  # which torch's pytrees do not look into
+        elif is_dataclass(leaf):  # torch's pytrees do not look into dataclasses
             tensors.extend(tensors_in(getattr(leaf, "__dict__", ())))
     return tensors

@@ -256,8 +256,9 @@ class Ring(Function):
         q, k, v, out, lse = ctx.saved_tensors
         zigzag = ctx.zigzag
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        dkv = torch.zeros((2, *k.shape), dtype=lse.dtype, device=q.device)  # of the present keys
-        moving = None  # the gradients of the previous step's keys
+        # Gradients of the keys and values that this rank has in the present step.
+        dkv = torch.zeros((2, *k.shape), dtype=lse.dtype, device=q.device)
+        moving = None  # the message with the gradients of the previous step's keys and values
         for source, kv in _travelling(torch.stack((k, v)), zigzag):
             rows, keys, causal = _seen(source, zigzag.rank, q.shape[2])
             k_part, v_part = kv[:, :, :, keys]

@@ -37,7 +37,8 @@ import numpy as np
 
 MAX_PIECES = 5
 TOLERANCE = 0.08  # largest relative error of a fit that needs no further piece
-LEAST_POINTS = 3  # per piece: a line meets two points exactly, which says nothing
+# Least number of points of a piece. A line meets two points exactly, which says nothing.
+LEAST_POINTS = 3
 
 
 @dataclass(frozen=True)

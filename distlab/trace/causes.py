@@ -490,8 +490,8 @@ def why_idle(step: RankStep, host: Host, small_bytes: float) -> list[Blame]:
     """
     found = []
     usual_cause = HOST if host.on_gpu else PYTHON
-    lost: Blame | None = None  # the last wait
-    lost_ms = 0.0  # of the lead that it cost, what the device has not idled yet
+    lost: Blame | None = None  # the last wait of the host
+    lost_ms = 0.0  # ms of the lead lost in that wait for which the device has not idled yet
     for begin, end in step.idle.intervals:
         ms = end - begin
         reason = host.reason((begin, end))

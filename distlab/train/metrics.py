@@ -81,7 +81,7 @@ class GatheredMetrics:
         timeout = timedelta(seconds=context.timeout_s)
         # On gloo, whose messages do not enter the GPU's queue.
         self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
-        # the step that was launched last, its (loss, norm) on the host, and the time of its end
+        # The step that was launched last, its (loss, norm) on the host, and the time of its end.
         self._waiting: tuple[StepMetrics, Tensor, Instant] | None = None
         self.restart_clock()
 

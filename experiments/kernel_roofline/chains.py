@@ -107,12 +107,12 @@ STEPS = {
     "softmax": Step(
         takes="", one=partial(F.softmax, dim=-1), naive=reference.softmax, pattern=ROWS, flops=5
     ),
-    # x over the sum of its row, for which torch has no single operator: two launches
+    # x over the sum of its row. torch has no single operator for it, so it takes two launches.
     "normalize": _plain("", _normalize)._replace(pattern=ROWS),
 }
 Chain = tuple[str, ...]
 CHAINS: tuple[Chain, ...] = (
-    # one kernel here
+    # Chains that are one kernel here.
     ("add", "rms_norm", "silu"),
     ("add", "layer_norm"),
     ("softmax", "scale", "bias"),
