@@ -145,7 +145,7 @@ class Header:
     Attributes:
         experiment: name of the experiment.
         config: name → value of every option.
-        world_size: number of ranks.
+        world_size: number of ranks of the run.
         environment: packages and devices, see `provenance.environment`.
         commit: commit of the code, see `provenance.commit`.
         complete: time in UTC at which the last result was written. None before that.

@@ -403,7 +403,7 @@ class _Recorder(TorchDispatchMode):
         Its docstring is its source.
 
         Args:
-            result: result of the recorded call.
+            result: value that the recorded call returned.
             args: arguments of the recorded call.
         """
         is_several = isinstance(result, list | tuple)

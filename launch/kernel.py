@@ -103,7 +103,7 @@ def examine_and_time(options: KernelOptions, device: str, folder: Path) -> int:
     Args:
         options: options of the command.
         device: `cuda` or `cpu`.
-        folder: folder of the run.
+        folder: folder of the run, which gets records and page.
     """
     progress = Progress(is_quiet=options.json)
     report, printed = examined(

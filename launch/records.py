@@ -227,7 +227,7 @@ def measure(
 
     Args:
         left: cases to measure.
-        commit: commit of this tree.
+        commit: SHA of the commit that is measured.
         into: folder of all records.
         minutes: minutes to use.
         before: empty folder, which gets the files that new records replace.

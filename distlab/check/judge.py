@@ -71,8 +71,8 @@ class Judge:
     """Findings about tensors that differ, with the mistake that explains each. Used on rank 0.
 
     Args:
-        ranks: tensors of each rank.
-        runs: training of each rank without a wrapper.
+        ranks: result of each rank's training under the wrapper, in rank order.
+        runs: result of each rank's training without a wrapper, in rank order.
     """
 
     def __init__(self, ranks: Sequence[Trained], runs: Sequence[Run], copy: Copy, jobs: Jobs):

@@ -118,7 +118,7 @@ class _Copy:
     """A copy of the submission, made again where an experiment changed it.
 
     Attributes:
-        folder: the copy.
+        folder: path of the copy, in a temporary folder.
     """
 
     def __init__(self, source: Path) -> None:

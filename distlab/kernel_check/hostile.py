@@ -30,7 +30,7 @@ class Case:
         layout: strides of these arguments, see `laid_out`.
         upstream: strides of the gradient that backward is given, one of `UPSTREAM`. None: forward
             alone.
-        seed: seed of the values.
+        seed: integer that fixes the values.
         is_repeated: True to call the kernel first with other values of the same sizes.
     """
 
@@ -66,7 +66,7 @@ def cases(
         dtypes: names in `DTYPES`.
         backward: True to run the backward also.
         count: number of random combinations.
-        seed: seed of these combinations.
+        seed: integer that fixes which combinations are drawn.
     """
     upstream = "contiguous" if backward else None
     plain = Case(operation.name, _plain_sizes(operation), upstream=upstream)

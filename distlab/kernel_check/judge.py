@@ -45,7 +45,7 @@ class Outcome:
     """Result of a kernel on one input.
 
     Attributes:
-        case: the input.
+        case: description of the input.
         status: `right`, `refused` (it raised an error, which a kernel may for an input that it does
             not support), `wrong`, or `not tried` (the device is too small).
         kind: what is wrong, in two or three words. Empty unless it is wrong.
@@ -82,7 +82,7 @@ def judge(function: Function, operation: Operation, case: Case, device: torch.de
     Args:
         function: function of the operation's tensors, or a subclass of `torch.autograd.Function`.
         operation: operation that it claims to be.
-        case: the input.
+        case: description of the input, from which its tensors are made.
         device: device to run on.
     """
     tensors = drawn(case, operation, device)

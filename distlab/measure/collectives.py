@@ -117,7 +117,7 @@ class CollectiveRecorder(TorchDispatchMode):
         Args:
             name: name in the dispatcher, such as ``c10d::allreduce_``.
             args: positional arguments.
-            result: its result.
+            result: value that the operator returned.
         """
         # In place, coalesced, or with an output that is given: the payload is the same.
         plain_name = name.rstrip("_").removesuffix("_coalesced").removesuffix("_out")

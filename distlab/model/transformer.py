@@ -214,7 +214,7 @@ class TransformerLM(nn.Module):
             nothing is allocated. `.to_empty(device=…)` followed by `.reset_parameters(seed)` then
             gives the same values as direct construction.
         dtype: dtype of the parameters (`None`: torch's default).
-        seed: seed of the initial parameters.
+        seed: integer that fixes the initial parameters.
         checkpoint_blocks: recomputation in backward instead of keeping activations. False or
             `none`; True or `block` for each block by itself; 4 or `every-4` for groups of four;
             `attention` and others for what each block keeps (`config.kept_levels`). It may be

@@ -288,7 +288,7 @@ class _Moving(NamedTuple):
     Attributes:
         received: the tensor that arrives from the rank before.
         sent: the tensor that is sent. It must live until the work is done.
-        work: the message.
+        work: handle of the collective, to wait for.
     """
 
     received: Tensor
@@ -330,8 +330,8 @@ def _seen(source: int, rank: int, tokens: int) -> tuple[slice, slice, bool]:
 
     Args:
         source: rank that the keys belong to.
-        rank: this rank.
-        tokens: number of tokens of each rank.
+        rank: rank of this process in the group of context parallelism.
+        tokens: number of tokens that each rank has of a sequence.
 
     Returns:
         The queries, the keys, and True if the attention between them is causal.

@@ -136,7 +136,7 @@ def _send(parts: Tensor, sent: list[int], received: list[int], group: ProcessGro
         parts: elements for rank 0, then those for rank 1, and so on.
         sent: number of elements for each rank.
         received: number of elements from each rank.
-        group: the ranks.
+        group: process group of the ranks that exchange.
 
     Returns:
         The elements from rank 0, then those from rank 1, and so on.

@@ -334,8 +334,8 @@ def _own_state(state: Mapping[str, Any], parameter: Tensor, number: int) -> dict
 
     Args:
         state: state of the shard, or of the whole parameter.
-        parameter: the shard.
-        number: number of the parameter in messages.
+        parameter: tensor that the optimizer steps, this rank's shard.
+        number: index of the parameter in the optimizer, for error messages.
     """
     own = {}
     for name, value in state.items():

@@ -192,7 +192,7 @@ def _broken_titles(titles: Sequence[str], rows: Sequence[Sequence[str]], width: 
 
     Args:
         titles: headings, one per column.
-        rows: cells of each row.
+        rows: cells of each row as text, one per column.
         width: characters of the whole table.
 
     Returns:

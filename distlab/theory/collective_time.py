@@ -208,7 +208,7 @@ class CollectiveFit:
 
         Args:
             sizes: bytes of each measured payload.
-            seconds: seconds of each.
+            seconds: measured seconds of each payload.
         """
         return {
             "pieces": [asdict(piece) for piece in self.pieces],
@@ -260,7 +260,7 @@ def relative_errors(
     Args:
         fit: pieces to compare with.
         sizes: bytes of each payload.
-        seconds: seconds of each.
+        seconds: measured seconds of each payload.
     """
     return [fit.seconds(size) / time - 1 for size, time in zip(sizes, seconds, strict=True)]
 

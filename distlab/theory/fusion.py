@@ -278,7 +278,7 @@ def _obstacle(
     Args:
         graph: operators and sizes of their tensors.
         group: operators of the kernel before it.
-        op: the operator.
+        op: operator that may join.
         roof: peak and bandwidth of the GPU.
         spec: datasheet of the GPU.
     """

@@ -170,7 +170,7 @@ class Journal:
     A restart continues it at the step of the checkpoint.
 
     Args:
-        path: path of the file.
+        path: path of the file, which need not exist.
         first_step: number of the first step. Lines of this step and later ones are from a run that
             was lost, and are removed.
 

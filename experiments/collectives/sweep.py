@@ -98,7 +98,7 @@ def measure_groups(
 
     Args:
         config: options of the sweep.
-        groups: numbers of ranks, one for each group.
+        groups: number of ranks of each group. A group has the first ranks of the job.
         context: context of this rank in the whole job.
         run: run that takes the rows.
 

@@ -198,8 +198,8 @@ def what_happened(failed: RanksFailed, written: str, ranks: int, timeout_s: floa
     """Say in a sentence without its subject, the wrapper, why the ranks did not come to a verdict.
 
     Args:
-        written: output of the ranks.
-        ranks: number of ranks.
+        written: text that the ranks have printed.
+        ranks: number of ranks that were started.
         timeout_s: seconds that a collective may take.
     """
     # The first failure is the cause. Later ones are ranks that it left waiting.

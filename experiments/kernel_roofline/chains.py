@@ -293,7 +293,7 @@ def accounting(
     """Return the traffic table of a chain: a row per step, then a row per form with its times.
 
     Args:
-        case: the chain.
+        case: the chain with its shape and dtype.
         rows: variant → its record.
         limits: rates of this run, see `device_times.ceilings`.
     """

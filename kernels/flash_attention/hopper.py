@@ -109,7 +109,7 @@ def serves(
     Args:
         direction: "forward" or "backward".
         q, k, v: (B, H, T, D) tensors with contiguous rows.
-        problem: the call.
+        problem: masks, scale and precision of the call.
         more: the other tensors that TMA reads or writes, of the same form.
     """
     if q.shape[-1] not in HEAD_DIMS or q.dtype not in DTYPES:

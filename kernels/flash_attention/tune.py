@@ -94,7 +94,7 @@ def launches(q: Tensor, problem: Problem) -> dict[str, tuple[Callable, list[Tens
 
     Args:
         q: queries (B, H, T, D). The other tensors are random ones of its shape.
-        problem: the call.
+        problem: masks, scale and precision of the call.
     """
     k, v, o, do, dq, dk, dv = [torch.randn_like(q) for _ in range(7)]
     lse = torch.empty(q.shape[:-1], device=q.device)
@@ -157,9 +157,9 @@ def line(key: Key, shape: str, tiles: Sequence[Tile], times: Sequence[float]) ->
     """Return the line of tiles.csv for one key.
 
     Args:
-        key: the key.
+        key: facts of a call by which tiles are looked up.
         shape: shape that was timed, such as "1x1x4096x64".
-        tiles: tiles of the three kernels.
+        tiles: fastest tile of each of the three kernels.
         times: their milliseconds.
     """
     fields = [str(value) for value in astuple(key)]
