@@ -30,7 +30,11 @@ class KernelsFinder:
 
 
 def foreign_kernels() -> str | None:
-    """Return a sentence that names a foreign package `kernels` which hides ours, or None."""
+    """Return a sentence that says what hides our package `kernels`. None if nothing does.
+
+    It is a file `kernels.py`, or a folder `kernels` with a module of the same name as one of ours.
+    A folder without such a module hides nothing, because `KernelsFinder` then finds ours.
+    """
     spec = importlib.util.find_spec("kernels")
     if spec is None:
         return None
@@ -41,11 +45,11 @@ def foreign_kernels() -> str | None:
         )
     ours = _module_names(KERNELS)
     for folder in map(Path, spec.submodule_search_locations):
-        # such as the mark that setuptools leaves for an editable installation
+        # An entry need not be a folder: an editable installation leaves a mark of setuptools here.
         if not folder.is_dir():
             continue
         if folder.samefile(KERNELS):
-            return None  # folders after it hide nothing
+            return None  # Python searches our folder before the remaining ones
         hidden = sorted(ours & _module_names(folder))
         if hidden:
             return (

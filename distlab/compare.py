@@ -41,15 +41,18 @@ from distlab.runs import (
 RATIO = "step_ratio"
 # A difference that prints as 0.0 % is none. Counted bytes differ by as little from run to run.
 SAME_PCT = 0.05
+# Entries of an environment that may differ without a note: they differ from run to run, and change
+# no figure.
 ALIKE = (
     "date",
     "command",
     "device_name",
     "device_count",
-)  # of environments, what differs from run to run and changes no figure
+)
 SLOWER, FASTER, TIE, UNSURE = "worse", "better", "tie", "noise unknown"
-MOVED_ROWS, MOVED_PCT = 3, 3.0  # that move together: so many rows, each by more
-MOST_COLUMNS = 4  # runs that have a column each; of more, the last two
+# Rows have moved together if at least 3 rows differ by more than 3 %, all in one direction.
+MOVED_ROWS, MOVED_PCT = 3, 3.0
+MOST_COLUMNS = 4  # runs that have a column each; of more runs, only the first and the last
 
 Key = tuple[str, ...]
 
@@ -329,7 +332,8 @@ def view_of(runs: Sequence[SavedRun], metric: str) -> View:
 
 def _keyed(runs: Sequence[SavedRun]) -> list[dict[Key, Record]]:
     """Return the rows of each run by variant, and by the options that vary within a variant."""
-    # whatever they are called, such as a training run's strategy
+    # Runs of one row each are compared also if the rows' names differ. The name of a training run's
+    # row is its strategy.
     if all(len(run.records) == 1 for run in runs):
         name = " → ".join(dict.fromkeys(run.first.variant for run in runs))
         return [{(name,): run.first} for run in runs]

@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 FunctionClass = type[torch.autograd.Function]
-EPS = 1e-5  # of the assignments' RMSNorm
+EPS = 1e-5  # number that the assignments' RMSNorm adds to the mean square
 
 # -- kernels ---------------------------------------------------------------------------------------
 
@@ -112,17 +112,19 @@ def ddp_bucketed_on_train_batch_start(
     """
 
 
-# of a module: an all-reduce per gradient, under backward
+# Called with a module. It sends an all-reduce per gradient, during backward.
 get_ddp = get_ddp_individual_parameters = OverlapDDP
-get_ddp_bucketed = BucketedDDP  # of a module and the MiB of a bucket; None: one bucket
+# Called with a module and the MiB of a bucket. None: one bucket.
+get_ddp_bucketed = BucketedDDP
 ddp_individual_parameters_on_after_backward = ddp_bucketed_on_after_backward = ddp_on_after_backward
 
 # -- sharding --------------------------------------------------------------------------------------
 
-# Of a module and the dtype it computes in; its shards and their gradients stay fp32. Build the
+# Called with a module and the dtype to compute in. Shards and their gradients stay fp32. Build the
 # optimizer from the wrapper's `parameters()`, which are this rank's shards.
 get_fsdp = FSDP
-get_sharded_optimizer = ShardedOptimizer  # of parameters, an optimizer's class and its options
+# Called with parameters, an optimizer's class and the options of that class.
+get_sharded_optimizer = ShardedOptimizer
 
 
 def fsdp_on_after_backward(fsdp_model: FSDP, optimizer: Optimizer | None = None) -> None:

@@ -217,7 +217,7 @@ def find_ranks() -> Finding:
     try:
         # Two ranks that only start would not show a blocked network. A sum goes through it.
         sums = testing.run_ranks(sum_of_ranks, 2, deadline_s=120.0)
-    except Exception as error:  # whatever stops ranks here is the finding
+    except Exception as error:  # any error that stops the ranks is the finding
         lines = str(error).strip().splitlines()
         last = lines[-1] if lines else type(error).__name__
         advice = "check the firewall on the loopback interface, and GLOO_SOCKET_IFNAME"

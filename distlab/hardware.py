@@ -176,7 +176,7 @@ H200_SXM = replace(
     name="H200 SXM",
     hbm_bytes=141 * GB,
     hbm_bandwidth=4800 * GB,
-    l2_bytes=60 * MIB,  # as its driver says; the H100's has 50
+    l2_bytes=60 * MIB,  # reported by its driver; the H100 has 50
     source="NVIDIA H200 Tensor Core GPU datasheet; the chip is the H100's, see its white paper",
 )
 

@@ -131,7 +131,8 @@ class Muon(Optimizer):
         """
         modules = model.named_modules(remove_duplicate=False)
         lists = [name for name, module in modules if isinstance(module, nn.ModuleList)]
-        prefixes = tuple(f"{name}." for name in lists)  # of the names of parameters in blocks
+        # The names of parameters in blocks begin with one of these.
+        prefixes = tuple(f"{name}." for name in lists)
         # All names of a parameter count: a matrix of a block that also has a name outside of blocks
         # is tied to the embedding or the head.
         others = set()
@@ -256,7 +257,8 @@ class Muon(Optimizer):
         place = PLACEMENTS[group["placement"]]
         spreads = [matrix.spread for matrix in matrices]
         apply = _orthogonalize_with_options_of(group)
-        directions = place(self._updates(matrices, group), spreads, apply)  # as in `_step_whole`
+        # Without a name for the updates, for the reason given in `_step_whole`.
+        directions = place(self._updates(matrices, group), spreads, apply)
         self._move(matrices, directions, group)
 
     def _updates(self, matrices: Sequence[Tensor], group: Group) -> list[Tensor]:

@@ -60,14 +60,15 @@ RESULTS = (
     r"\w*_bytes",
     r"\w+",
 )
-# what a run writes of itself before it has rows, a training run the second
+# Files that a run writes before it has rows. The second is that of a training run.
 STARTED = (HEADER, "config.json")
-# bytes; file systems allow 255, of which files beside a run take some for their own endings
+# Bytes of a run's name. File systems allow 255, and files next to a run add their own endings.
 LONGEST_NAME = 200
-MOST_VALUES = 3  # of an option that are written out
-LEAST_COLUMNS = 20  # of a line, however narrow the terminal says that it is
+MOST_VALUES = 3  # values of one option that are written out
+LEAST_COLUMNS = 20  # least width of a line, also where the terminal says that it is narrower
 
-REDRAWN = "redrawn.txt"  # in a folder that `distlab show` made: what it was drawn from
+# File that `distlab show` writes to its folder. It names the runs that were drawn.
+REDRAWN = "redrawn.txt"
 Defaults = Callable[[Record], Values]
 Results = Callable[[Records], str]
 
@@ -144,7 +145,7 @@ class Header:
     Attributes:
         experiment: name of the experiment.
         config: name → value of every option.
-        world_size: number of ranks.
+        world_size: number of ranks of the run.
         environment: packages and devices, see `provenance.environment`.
         commit: commit of the code, see `provenance.commit`.
         complete: time in UTC at which the last result was written. None before that.
@@ -214,7 +215,7 @@ class Run:
     shown: bool = False
 
     def __post_init__(self) -> None:
-        self._resumed = list(self.records)  # of the run that was cut off
+        self._resumed = list(self.records)  # rows of the run that was interrupted
         self.parts: dict[str, Run] = {}
 
     def add(self, variant: str, metrics: Values, **config: Any) -> Record:
@@ -482,7 +483,7 @@ def when_of(path: Path, record: Record | None = None) -> str:
         made = record.environment.get("date") or date_of_commit(
             (record.commit or "").removesuffix("-dirty")
         )
-    # what else a record has there would not sort as a date
+    # Without a date in that form, the time of the file serves: other text would not sort.
     if not re.match(r"\d{4}-\d\d-\d\d", str(made)):
         made = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat()
     return str(made)[:19].replace("T", " ")
@@ -499,7 +500,7 @@ def listed(
     for path in files:
         try:
             rows.append(described(path, defaults, results))
-        except Exception as error:  # whatever is odd in one run, the others are listed
+        except Exception as error:  # the other runs are listed, whatever is wrong with this one
             result = (
                 f"cannot be read: {_reason(error, path)}"
                 if path.exists()

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 # Modules that the processes are forked with. A process's first optimizer imports torch._dynamo,
 # which takes as long as the import of torch.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo"]
-GRACE_S = 2.0  # after the first failure, time for the other ranks to report theirs
-MEMORY_POLL_S = 0.05  # between two looks at the memory of ranks that have a limit
+GRACE_S = 2.0  # time after the first failure in which the other ranks can report theirs
+MEMORY_POLL_S = 0.05  # time between two looks at the memory of ranks that have a limit
 
 # Kinds of failure, see `RanksFailed`.
 RAISED = "raised"

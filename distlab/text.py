@@ -24,7 +24,7 @@ def for_terminal(text: str) -> str:
 def for_markdown(text: str) -> str:
     """Return the text on one line, with everything that Markdown or HTML would obey escaped."""
     line = for_terminal(" ".join(text.split()))  # a line break would end a row of a table
-    # a bracket before these would end a link's text
+    # A closing bracket before one of ( [ : would end the text of a link.
     return re.sub(r"[\\|*<`]|\](?=[(\[:])", r"\\\g<0>", line)
 
 

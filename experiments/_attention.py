@@ -228,7 +228,7 @@ def build(variant: str, shape: Shape, device: str) -> Attention:
         seen = None if shape.causal and shape.is_plain else shape.mask(device)
         function = naive if variant == "naive" else torch.compile(naive, dynamic=False)
         return functools.partial(function, seen=seen)
-    # once, as a model does
+    # Computed once and not in each call, as a model does.
     packed = None if ids is None else document_bounds(ids.expand(shape.batch, -1))
     ours = functools.partial(
         flash_attention, causal=shape.causal, window=shape.window, document_ids=packed

@@ -61,7 +61,7 @@ def simulated(
 
     try:
         with warnings.catch_warnings():
-            # torch 2.11's deepcopy does
+            # deepcopy of torch 2.11 accesses the pointer, and so warns.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             return simulate_step(
                 strategy,
@@ -82,7 +82,7 @@ def simulated(
         ) from error
 
 
-# category → its name in `theory.memory`
+# Category → its name in `theory.memory`.
 PARTS = {"optimizer": "optimizer_state", "backward": "temporary"}
 
 

@@ -113,7 +113,7 @@ MORE = (
 LENGTHS = tuple(f"1x1x{2**n}x{head_dim}" for head_dim in (16, 32, 64, 128) for n in range(7, 17))
 MEMORY = tuple(f"8x1x{2**n}x{head_dim}" for head_dim in (16, 32, 64, 128) for n in range(8, 16))
 COMPILED = ("compiled", "flex", "ours")
-# name of a ratio → clock whose times it compares: ours over each other row
+# Name of a ratio → clock whose times it compares. The ratio is ours over another row.
 COMPARED = {
     "ours_over_wall": "wall",
     "ours_over_device": "fwd_bwd_device",
@@ -232,7 +232,7 @@ def of_shape(
     # Before any variant runs, so that float64's temporaries are not in the memory of a row.
     expected = exact(shape, *case)
     clocks: dict[str, Callable[[], dict[str, list[float]]]] = {}
-    # all graphs share their memory: of the largest, instead of the sum
+    # All graphs share one pool, which then has the size of the largest and not of their sum.
     last: torch.cuda.CUDAGraph | None = None
 
     def prepare(variant: str) -> dict[str, Any]:
@@ -241,18 +241,18 @@ def of_shape(
         if variant == "yours" and not fn(*case[:3]).requires_grad:
             return prepare_forward(variant, fn)
         whole = partial(both, fn, *case)
-        # autograd's own thread drops gradients a little later
+        # Autograd's own thread would drop gradients a little later, so they would be counted.
         with torch.autograd.set_multithreading_enabled(False):
-            # the first call compiles what has to be
+            # The first call compiles kernels and functions.
             metrics: dict[str, Any] = errors(whole(), expected, shape)
-            # libraries keep workspaces, far larger than a short call's tensors
+            # Libraries keep workspaces, which are far larger than the tensors of a short call.
             others = allocated_bytes(device)
             with peak_memory(device) as memory:
                 o = fn(*case[:3])
                 before = allocated_bytes(device)
                 torch.autograd.grad(o, case[:3], case[3])
-        # it keeps nodes of the inputs, and these the stream that they were made on: no graph could
-        # be captured
+        # The result keeps autograd's nodes of the inputs alive, and these keep the stream on which
+        # they were made. A graph could not be captured on another one.
         del o
         graphs = {}
         if others is not None:
@@ -617,7 +617,8 @@ def headline(records: Sequence[Record]) -> str:
     return _device_headline(records) + geometric_means(records)
 
 
-mib_column = partial(Column, format=",.1f", scale=2**-20, optional=True)  # of bytes, in MiB
+# A column that shows bytes in MiB.
+mib_column = partial(Column, format=",.1f", scale=2**-20, optional=True)
 VIEW = View(
     columns=[
         Column(

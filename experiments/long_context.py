@@ -58,7 +58,7 @@ from distlab.theory.flops import forward_flops, mfu
 from distlab.train.memory_budget import require
 
 SAME_LOSS = 0.02  # relative; two honest bf16 computations of one step
-# of the fastest peer's step: a peer within this factor may be the fastest after further rounds
+# A peer within this factor of the fastest peer's step may be the fastest after further rounds.
 CLOSE = 1.02
 OURS = "fsdp"
 PEER = {"ops": "torch", "attention": "sdpa", "compile": "blocks"}

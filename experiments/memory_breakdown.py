@@ -203,7 +203,7 @@ headline = headline_from(
 )
 
 
-# part of the predicted peak → its categories; the allocator does not tell the last two parts apart
+# Part of the predicted peak → its categories. The allocator cannot tell the last two parts apart.
 PARTS = {
     "parameters": ("parameters",),
     "optimizer state": ("optimizer_state",),

@@ -129,9 +129,9 @@ def toy(device: torch.device) -> nn.Module:
 
 
 def types(config: PrecisionConfig, device: torch.device) -> Rows:
-    """Yield the dtype of each part's output under autocast, in the order of execution.
+    """Yield the dtypes of parameters, of each module's output under autocast, loss and gradients.
 
-    Loss and gradients follow.
+    Modules come in the order in which their forwards end: an outer module after its parts.
     """
     tokens = torch.zeros(1, 16, dtype=torch.int64, device=device)
     language_model = replace(config.model(), num_layers=1, context_length=16)
@@ -147,7 +147,11 @@ def types(config: PrecisionConfig, device: torch.device) -> Rows:
 
 
 def types_of(model: nn.Module, inputs: Tensor, low: torch.dtype) -> dict[str, str]:
-    """Return part → name of its dtype, in the order of execution."""
+    """Return part → name of its dtype.
+
+    The parameters come first, and the loss and the gradients last. Between them are the outputs of
+    modules, in the order in which their forwards end: an outer module comes after its parts.
+    """
     found = {"parameters": _name(next(model.parameters()))}
     for name, module in model.named_modules():
         if name and not isinstance(module, nn.ModuleList | nn.Dropout):
@@ -163,7 +167,7 @@ def types_of(model: nn.Module, inputs: Tensor, low: torch.dtype) -> dict[str, st
 
 
 def _note_type(found: dict[str, str], label: str, module: nn.Module, inputs: Any, out: Any) -> None:
-    """Note the dtype of a module's output. A forward hook, once the first two are given."""
+    """Note the dtype of a module's output. With `found` and `label` bound, it is a forward hook."""
     found[label] = _name(out)
 
 
@@ -188,7 +192,7 @@ def norm(config: PrecisionConfig, device: torch.device) -> Rows:
             for statistics in ("fp32", low):
                 # Both get the inputs rounded to the low precision, so only the statistics differ.
                 y = layer_norm(x.to(DTYPES[statistics])).to(DTYPES[low]).double()
-                # an infinite variance makes the whole row zero
+                # An infinite variance makes the whole row zero.
                 lost = (y == 0).all(-1) | ~y.isfinite().all(-1)
                 limit = FORMATS[statistics].largest ** 0.5  # a square beyond that is infinite
                 yield (
@@ -243,7 +247,7 @@ def scaling(config: PrecisionConfig, device: torch.device) -> Rows:
         low_logits, found = gradients(config, device, DTYPES[low], scale)
         finite = found.isfinite()
         error = ((found - exact).norm() / exact.norm()).item() if finite.all() else math.inf
-        # the nearest number to these is zero
+        # Zero is the number of the format that is nearest to these.
         lost = (logits * scale).abs() <= FORMATS[low].smallest / 2
         yield (
             low if log2_scale == 0 else f"{low} × 2^{log2_scale}",

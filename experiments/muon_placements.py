@@ -59,7 +59,7 @@ PLACEMENTS = {  # strategy → placements that it has
     "fsdp": ("gather", "exchange"),
 }
 SHARDED = ("gather", "exchange")
-# share of the learning rate by which a parameter may differ, because bf16 rounds the update
+# Largest difference of a parameter, as a fraction of the learning rate. bf16 rounds the update.
 FAR_OFF = 0.1
 
 

@@ -292,7 +292,8 @@ class Curves:
             trainer.run()
             trainer.close()
         del trainer
-        gc.collect()  # wrappers and hooks form cycles; the next strategy needs the memory
+        # Wrappers and hooks form reference cycles, and the next strategy needs their memory.
+        gc.collect()
         # The first quarter contains compilation and warm-up.
         steady = [r.step_ms for r in reports[len(reports) // 4 :]]
         losses = [r.loss for r in reports]

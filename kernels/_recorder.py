@@ -403,7 +403,7 @@ class _Recorder(TorchDispatchMode):
         Its docstring is its source.
 
         Args:
-            result: result of the recorded call.
+            result: value that the recorded call returned.
             args: arguments of the recorded call.
         """
         is_several = isinstance(result, list | tuple)
@@ -445,8 +445,8 @@ class _Recorder(TorchDispatchMode):
 class _Encoded(dict):
     """Arguments of Triton's launcher in C for a TensorDescriptor, by the address of its tensor.
 
-    They are the encoded descriptor, its shape and its strides. Each address is encoded once. Those
-    of activations come back in every step, because the allocator gives them again.
+    They are the encoded descriptor, its shape and its strides. Each address is encoded once.
+    Activations have the same addresses in every step, because the allocator reuses freed memory.
 
     Args:
         like: descriptor of the recorded call.

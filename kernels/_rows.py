@@ -109,7 +109,7 @@ def pipelined_launch(cols: int, itemsize: int, device: torch.device) -> Launch:
     Args:
         cols: elements per row.
         itemsize: bytes per element, summed over all tensors that are loaded together.
-        device: device of the tensors.
+        device: GPU of the tensors. The size of the tiles depends on its generation.
     """
     block = power_of_two(cols)
     if block < 1024:
@@ -154,7 +154,7 @@ def check(name: str, x: object, dims: int = 0, dtypes: tuple[torch.dtype, ...] =
 
     Args:
         name: name of the argument, for the error.
-        x: the argument.
+        x: value that the caller was given.
         dims: smallest number of dimensions.
         dtypes: allowed dtypes.
 

@@ -219,7 +219,8 @@ class Addresses:
             # Transposed, so that the four addresses that a program reads are next to each other.
             table = torch.tensor(rows, dtype=torch.int64).view(4, -1).T.contiguous()
             if device.type == "cuda":
-                table = table.pin_memory()  # or the copy would make the host wait
+                # From pageable memory the copy would make the host wait.
+                table = table.pin_memory()
             self._rows = rows
             self._table = table.to(device, non_blocking=True)
             self.aligned = all(address % 16 == 0 for address in rows)

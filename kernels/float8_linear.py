@@ -38,8 +38,8 @@ E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 PARTS = 1024  # largest number of programs that look for the largest element
 PART = 4096  # elements that a program reads at a time
-ROWS = 64  # of a tile that is transposed
-COLUMNS = 128  # of a tile that is transposed
+ROWS = 64  # rows of a tile that is transposed
+COLUMNS = 128  # columns of a tile that is transposed
 MULTIPLE = 16  # all dimensions must be multiples of this
 
 

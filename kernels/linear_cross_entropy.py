@@ -172,7 +172,8 @@ def forward_op(
                 torch.mm(dz, w, out=dx[chunk])
             if need_dw:
                 _add_product(dw, dz.T, x[chunk], first == 0)
-            del z, dz, loss  # or the next chunk's logits would be allocated next to them
+            # Otherwise these would still be in memory when the next chunk's logits are allocated.
+            del z, dz, loss
     return total * scale, dx, dw.to(dw_dtype)
 
 

@@ -260,8 +260,8 @@ def adamw_(
     Args:
         parameter: tensor to update.
         gradient: tensor of the parameter's shape.
-        first: first moment, updated.
-        second: second moment, updated.
+        first: first moment in the parameter's shape, updated in place.
+        second: second moment in the parameter's shape, updated in place.
         step: number of this step, from 1.
         lr: learning rate.
         betas: β₁ and β₂.

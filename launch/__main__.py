@@ -34,7 +34,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# before the user's folder, for ours too is called launch
+# Searched before the user's folder, which may also have a package called launch.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from distlab import __version__
@@ -77,7 +77,7 @@ def main(argv: Arguments | None = None) -> int:
     if command not in COMMANDS:
         print(f"distlab: error: {unknown(command, COMMANDS)}", file=sys.stderr)
         return USAGE_ERROR
-    if command == "list":  # at once, and where torch is broken
+    if command == "list":  # answered before torch is loaded, so also if torch is broken
         return COMMANDS[command](rest)
     if command == "doctor":
         with say_if_slow("distlab doctor: looking at this machine"):
@@ -116,7 +116,8 @@ def _to_end(name: str, work: Callable[[], int]) -> int:
     """
 
     def mended() -> int:
-        is_rank = "ROLE_RANK" in os.environ  # whose launching process has said it
+        # The process that launched a rank has announced the import already.
+        is_rank = "ROLE_RANK" in os.environ
         loading = contextlib.nullcontext() if is_rank else say_if_slow(f"{name}: loading torch")
         with ended_at_once(name, speaks=speaks), loading:
             # Imported here, where a signal ends the process at once and a slow import is announced.
@@ -178,7 +179,7 @@ def run(arguments: Arguments) -> int:
 
     experiment: Experiment = module.EXPERIMENT
     config, frame = experiment.chosen(experiment.parser().parse_args(arguments[1:]))
-    # ranks that are started again resume the same run
+    # Ranks that are started again find their run by its name.
     if experiment.ranks == "many" and frame.name is None:
         if RankEnvironment.read().max_restarts:
             raise ValueError(
@@ -239,7 +240,7 @@ def show(arguments: Arguments) -> int:
         raise ValueError(f"{', '.join(args.files)}: no records to show")
     view = view_of(records[0].experiment)
     check_records(view, records)
-    with reading(files):  # before there is a folder
+    with reading(files):  # an error here leaves no folder
         records = view.derived(records)
         # Made and dropped: rows that this version cannot show raise here.
         view.headline_of(records), view.table(records)
@@ -266,7 +267,7 @@ def maker_of(name: str) -> str:
     Raises:
         ValueError: no experiment makes such records.
     """
-    # most often the module of that name
+    # The experiment of that name comes first, because it is most often the right one.
     for known in sorted(experiments(), key=lambda each: each != name):
         if name in load(known).EXPERIMENT.views():
             return known

@@ -42,7 +42,7 @@ from launch.kernel_timing import Timing, timed
 from launch.runs import refresh_index
 
 MOST_PRINTED = 2_000  # characters of what the kernel printed that are shown
-# what is wrong with a kernel that is not timed
+# Faults with which a kernel is not timed.
 FATAL = ("does not end", "ends the process", "prints", BREAKS_GPU)
 
 
@@ -103,7 +103,7 @@ def examine_and_time(options: KernelOptions, device: str, folder: Path) -> int:
     Args:
         options: options of the command.
         device: `cuda` or `cpu`.
-        folder: folder of the run.
+        folder: folder of the run, which gets records and page.
     """
     progress = Progress(is_quiet=options.json)
     report, printed = examined(

@@ -16,7 +16,8 @@ from experiments.kernel_roofline.cases import OPTIONAL, is_installed
 from launch.registry import load
 
 MOST_S = 300.0
-PEERS = ("ours", "naive", "builtin", "compile", "liger")  # and those of `OPTIONAL`
+# Variants that are timed. Those of `OPTIONAL` that are installed are added.
+PEERS = ("ours", "naive", "builtin", "compile", "liger")
 # BATCHxHEADSxLENGTHxHEAD DIM: short, usual and long sequences
 SHAPES = ("4x32x1024x64", "2x32x2048x128", "1x32x8192x128")
 ATTENTION_PEERS = ("sdpa-flash", "sdpa-cudnn", "ours")

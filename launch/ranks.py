@@ -27,7 +27,7 @@ from distlab.comm.rank_process import run_rank
 from distlab.measure.memory import free_bytes
 
 WRONG = 1  # exit code of a command that did its work and found something wrong
-# environment variable: where rank 0 leaves the exit code of its work
+# Environment variable with the path of a file to which rank 0 writes the exit code of its work.
 VERDICT_FILE = "DISTLAB_VERDICT_FILE"
 COMMAND = Path(__file__).with_name("__main__.py")
 HINTS = {
@@ -36,7 +36,8 @@ HINTS = {
         "; a file that it had mapped became shorter, for example the data, or shared memory ran out"
     ),
 }
-RANK_BYTES = 300 * 2**20  # resident in a process that has imported torch and done nothing else
+# Resident memory of a process that has imported torch and done nothing else.
+RANK_BYTES = 300 * 2**20
 
 
 def start_ranks(
@@ -63,13 +64,13 @@ def start_ranks(
             f"anything, and {free / 2**30:.1f} GiB are free; start at most "
             f"{max(2, free // RANK_BYTES)} here"
         )
-    # one thread per rank, and torchrun need not warn of it
+    # One thread per rank is torchrun's default. Set here, torchrun prints no warning about it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     options = [f"--nproc_per_node={ranks}", f"--max_restarts={max_restarts}"]
-    # nohup stays nohup
+    # Signals that this process ignores, for example under nohup, must not end the ranks.
     heard = [number.name for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     options += ["--signals-to-handle", ",".join(heard)]
-    # what its agent logs of signals and exit codes is said below and by ranks
+    # The agent logs signals and exit codes. This function and the ranks report them in short.
     if "LOGLEVEL" not in os.environ:
         for module in (
             "torch.distributed.elastic.agent.server.api",
@@ -81,10 +82,12 @@ def start_ranks(
     try:
         # As a file: of `-m launch` Python would take a launch.py in the user's folder for ours.
         command = [*options, str(COMMAND), *_without_own(arguments)]
-        if torch.cuda.is_available():  # whose runtime does not survive a fork
+        # CUDA's runtime does not survive a fork, so torchrun starts new processes.
+        if torch.cuda.is_available():
             torchrun.run(torchrun.parse_args(["--standalone", *command]))
         else:
-            importlib.import_module("torch._dynamo")  # which a process's first optimizer imports
+            # The first optimizer of a process imports it. Forked ranks then have it already.
+            importlib.import_module("torch._dynamo")
             alone = [
                 "--rdzv-backend=c10d",
                 "--rdzv-endpoint=localhost:0",
@@ -174,7 +177,8 @@ def _forked(arguments: Sequence[str]) -> None:
     try:
         code = main(arguments)
     except Exception:
-        traceback.print_exc()  # else it is for the agent's log alone
+        # Printed here, because otherwise only the agent's log would get it.
+        traceback.print_exc()
         code = 1
     if code:
         sys.exit(code)

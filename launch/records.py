@@ -42,7 +42,7 @@ from launch.registry import ROOT, load, require_clone
 MANIFEST = ROOT / "records" / "manifest.toml"
 RUNS = Path("outputs/records")
 ROW_WIDTH = 34  # characters of a row's name in the report, so that a line has at most 100
-MOST_ROWS_NAMED = 3  # of rows without a verdict
+MOST_ROWS_NAMED = 3  # rows without a verdict that are named
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def measure(
 
     Args:
         left: cases to measure.
-        commit: commit of this tree.
+        commit: SHA of the commit that is measured.
         into: folder of all records.
         minutes: minutes to use.
         before: empty folder, which gets the files that new records replace.
@@ -324,7 +324,7 @@ def say_moved(names: Sequence[str], before: Path, after: Path) -> None:
     new = [name for name in names if not file_of(name, before).exists()]
     gone = [name for name in names if not file_of(name, after).exists()]
     verdicts = Counter()
-    records = 0  # that could be compared
+    records = 0  # number of records that could be compared
     tables = []
     notes = []
     for name in names:
@@ -371,7 +371,7 @@ def compared_files(before: Path, after: Path) -> tuple[list[Record], list[str]]:
             new = SavedRun.read(after)
             reasons = other_set_up(old, new)
             return ([] if reasons else compared([old, new])), reasons
-    except ValueError as error:  # such as a file that an older version wrote
+    except ValueError as error:  # for example, an older version wrote the file
         return [], [str(error).replace(str(before), "the earlier file")]
 
 

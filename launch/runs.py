@@ -37,7 +37,7 @@ WORDED_BY = {
     "memory": "distlab.snapshot.page",
     "trace": "distlab.trace.page",
 }
-MOST_RUNS = 20  # that are listed
+MOST_RUNS = 20  # largest number of runs that are listed
 CANNOT_TELL = 3  # exit code of a comparison whose noise hides what it was asked for
 
 
@@ -68,7 +68,9 @@ def runs(arguments: Sequence[str]) -> int:
         return 0
     print(as_text(rows[:MOST_RUNS], shutil.get_terminal_size((WIDTH, 24)).columns))
     if len(rows) > MOST_RUNS:
-        print(f"{len(rows) - MOST_RUNS} older ones: give words that a line must hold")
+        print(
+            f"{len(rows) - MOST_RUNS} older runs are not shown: give words that a line must contain"
+        )
     if out.is_dir():
         # The lines above are of the committed records with --records, and cut to what was asked
         # for.
@@ -91,7 +93,9 @@ def runs_parser() -> argparse.ArgumentParser:
         metavar="DATE",
         help="date of the oldest run, such as 2026-11 or 2026-11-22",
     )
-    parser.add_argument("--records", action="store_true", help="list the committed records instead")
+    parser.add_argument(
+        "--records", action="store_true", help="list the committed records, not the runs in --out"
+    )
     parser.add_argument("--out", default="outputs", help="folder of all results [%(default)s]")
     return parser
 
@@ -105,7 +109,7 @@ def compare(arguments: Sequence[str]) -> int:
         rows = compared(saved, args.against)
         view = view_of(saved, rows[0].config["metric"])
         differing = differences(saved)
-        # whatever cannot be shown is refused before there is a folder
+        # Raises for rows that cannot be shown, before there is a folder.
         view.headline_of(rows), view.table(rows)
     if not args.json:
         for line in differing:
@@ -114,7 +118,7 @@ def compare(arguments: Sequence[str]) -> int:
     with reading(files), new_folder(args.out, view.name) as folder:
         page = write(view, rows, folder)
     refresh_index(args.out)
-    # without the differences, printed above
+    # The differences are printed above, so they are left out here.
     say(replace(view, findings=findings), rows, page, quiet=args.json)
     if args.fail_above is None:
         return 0

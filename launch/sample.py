@@ -2,7 +2,7 @@
 
     distlab sample outputs/train/my-tiny-bucketed                   asks for prompts, a line each
     distlab sample outputs/train/my-tiny-bucketed --prompt "Once"
-    distlab sample outputs/train/my-tiny-bucketed --export llama   # as transformers reads it
+    distlab sample outputs/train/my-tiny-bucketed --export llama    writes it for transformers
 
 The folder is the one that `distlab train` named when it ended.
 """

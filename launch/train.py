@@ -9,7 +9,7 @@ See trainer.py in this folder.
 import sys
 from pathlib import Path
 
-# torchrun puts this file's folder there
+# torchrun puts this file's folder first. `launch` is found in the folder above.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from launch.__main__ import console

@@ -54,7 +54,7 @@ from distlab.train.data import SyntheticTokens
 from distlab.train.step import Loss, LossFunction, loss_in_head, mean_loss, next_token_loss
 
 BATCHES = 4  # number of different batches of a benchmark, which are used one after the other
-# folders
+# Folders whose files are not the user's: those of distlab, of Python and of installed packages.
 NOT_THE_USERS = (
     Path(__file__).parents[1],
     *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")),
@@ -100,7 +100,7 @@ def shared_batches(task: Task, axes: Axes, context: RankContext, step: int) -> l
     Ranks that share a model have the sequences of all of them, or parts of these.
     """
     ranks = axes.layout.ranks
-    if ranks == 1:  # perhaps without a group
+    if ranks == 1:  # there may be no process group, and none is needed
         return task.batches(context.rank, step, context.device)
     first = axes.batch_rank * ranks
     of_members = [

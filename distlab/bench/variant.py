@@ -156,7 +156,7 @@ def require_memory(options: BenchOptions, rows: Sequence[Variant], context: Rank
         plan = replace(
             options.planned(row.strategy.name),
             shard_size=row.shard_size,
-            # of a micro-batch, rounded up
+            # The size of a micro-batch, rounded up.
             batch=-(-own.batch * row.layout.ranks // row.micro_batches),
             micro_batches=row.micro_batches,
             layout=row.layout,

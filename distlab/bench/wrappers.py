@@ -226,7 +226,7 @@ class _Parts(NamedTuple):
     Attributes:
         call: module to call.
         finish: function that finishes a step.
-        finish_name: name of the latter.
+        finish_name: name of `finish`, for messages.
         make_optimizer: see `UserWrapper`.
     """
 

@@ -27,7 +27,8 @@ from distlab.comm import RankContext
 from distlab.comm.rank_process import on_main
 from distlab.parallel import Strategy, get_strategy
 
-MOST_MODULES = 32  # of which one at a time is tried with old weights
+# Largest number of modules with which each one is tried with old weights, one at a time.
+MOST_MODULES = 32
 
 
 def check(
@@ -146,7 +147,8 @@ def _compare_twice(own: RankContext, group: ProcessGroup, jobs: Jobs) -> Verdict
     try:
         one = _compare(own, group, jobs, 1)
     except NothingToCompare:
-        raise  # such as an optimizer whose step in fp16 is not a number
+        # For example, the step of an optimizer in fp16 is not a number.
+        raise
     except (ValueError, TimeoutError):
         # The first run's error is the better one: the second failed as well, and perhaps for that
         # reason.

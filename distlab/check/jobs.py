@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from distlab.bench.task import Task
 from distlab.parallel import Strategy
 
-STEPS = 2  # of training, in every check
+STEPS = 2  # training steps in every check
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class NothingToCompare(ValueError):
     """The model in one process has no gradient to which another could be compared."""
 
 
-# signature, what each rank has, what it would have
+# A mistake that was tried: its signature, the values of each rank, and those that it would give.
 Candidate = tuple[str, Tensor, Sequence[Right]]
 
 
@@ -71,8 +71,8 @@ class Judge:
     """Findings about tensors that differ, with the mistake that explains each. Used on rank 0.
 
     Args:
-        ranks: tensors of each rank.
-        runs: training of each rank without a wrapper.
+        ranks: result of each rank's training under the wrapper, in rank order.
+        runs: result of each rank's training without a wrapper, in rank order.
     """
 
     def __init__(self, ranks: Sequence[Trained], runs: Sequence[Run], copy: Copy, jobs: Jobs):
@@ -264,7 +264,7 @@ class Judge:
                 weights = [0.0 if each == rank else weight for each in range(ranks)]
                 yield MISSING, [expected.combination(name, weights)] * ranks
         for weighing in expected.of_ranks[0][name].others:
-            if weighing != TARGETS_ALIKE:  # that one is no mistake
+            if weighing != TARGETS_ALIKE:  # this weighing is not a mistake
                 yield MEANS, everywhere(1 / ranks, weighing)
 
     def _of_rank(self, step: int, name: str, rank: int, weight: float) -> Right:
@@ -369,7 +369,7 @@ class Judge:
             for factor in (1, 1 / expected.ranks):
                 sent = (own * factor).to(dtype).double().mean(0) / factor
                 near = (seen - sent).abs() <= mean.element
-                # a value between two numbers may have been rounded to the other
+                # A value between two numbers of the dtype may have been rounded to the other one.
                 if near.double().mean() > 0.9:
                     return True
         return False
@@ -574,7 +574,8 @@ class Judge:
         tries.append(tuple(torch.linalg.lstsq(columns, seen).solution.flatten().tolist()))
         for shrink, times in tries:
             plain = updated(times)
-            rounding = torch.finfo(dtype).eps * before.abs()  # of two more products
+            # Largest error of two more products of the weight.
+            rounding = torch.finfo(dtype).eps * before.abs()
             usual = rounding.square().mean().sqrt().item()
             # The fitted numbers are off by what the rounding of all elements does to them.
             element = plain.element + 2 * rounding + 4 * usual

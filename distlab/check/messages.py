@@ -88,7 +88,7 @@ class _Pickler(pickle.Pickler):
             and not value.requires_grad
         )
         if not plain:
-            return NotImplemented  # as by default
+            return NotImplemented  # the pickler then does as it does by default
         elements = value.reshape(-1).clone(memory_format=torch.contiguous_format)
         values = elements.view(torch.uint8).numpy().tobytes()  # numpy knows no bf16
         return _tensor_of, (values, value.dtype, tuple(value.shape))

@@ -122,7 +122,7 @@ class Stepped:
     """Result of steps in one process.
 
     Attributes:
-        states: state after each step.
+        states: for each step, the optimizer's state after it.
         updates: for each step, by how much it changes each parameter, in fp64.
     """
 

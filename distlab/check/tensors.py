@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from distlab.parallel.shard import plain_name
 
-SLACK = 32  # of fp32, for sums inside a matmul that a wrapper cuts and so makes in another order
+# Allowed roundings of fp32, in units of eps. A wrapper that cuts a matmul adds in another order.
+SLACK = 32
 
 Tensors = dict[str, Tensor]
 

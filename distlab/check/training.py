@@ -30,8 +30,8 @@ class Trained:
     """Tensors of one rank by name. Sharded ones are gathered from all ranks."""
 
     initial: Tensors  # parameters and buffers
-    gradients: list[Tensors]  # of each step
-    norms: list[Norm]  # of each step
+    gradients: list[Tensors]  # for each step, the gradients
+    norms: list[Norm]  # for each step, the gradient norm
     values: Tensors  # parameters in the second step, after its backward
     final: Tensors  # parameters and buffers
     loss: float
@@ -39,9 +39,9 @@ class Trained:
     can_accumulate: bool
     # name → (first element, number) that only this rank's optimizer steps
     owned: dict[str, list[tuple[int, int]]]
-    absent: list[set[str]]  # of each step, parameters without a gradient
-    states: list[States]  # of each step, the optimizer's state after it
-    calls: Calls  # what each module returned, empty if nothing was recorded
+    absent: list[set[str]]  # for each step, the parameters without a gradient
+    states: list[States]  # for each step, the optimizer's state after it
+    calls: Calls  # results of each module; empty if nothing was recorded
 
 
 def train(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int) -> Trained:
@@ -75,7 +75,7 @@ def train(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int)
                 # the next forward may have forgotten to wait for.
                 values.update(copies(model.full_parameters()))
 
-        numbers = count(0)  # of micro-batches, in all steps
+        numbers = count(0)  # numbers the micro-batches of all steps
 
         def loss_fn(model: nn.Module, batch: Any) -> Loss:
             step, micro_batch = divmod(next(numbers), len(batches))

@@ -8,7 +8,7 @@ from tabulate import tabulate
 from distlab.check.jobs import STEPS
 from distlab.check.signatures import FROZEN
 
-ROWS = 20  # of a verdict's table
+ROWS = 20  # most rows of a verdict's table
 NORM = "(the norm)"  # in the place of a tensor's name
 
 
@@ -38,7 +38,7 @@ class Verdict:
     """The result of a check.
 
     Attributes:
-        ranks: number of ranks.
+        ranks: number of ranks that trained.
         micro_batches: number of micro-batches per rank and step.
         tensors: number of trainable parameters that were compared.
         findings: tensors that differ. Empty for a wrapper that is right with one micro-batch per

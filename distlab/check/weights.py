@@ -99,7 +99,7 @@ def _of_means(everyone: Sequence[Seen], rank: int) -> Weights:
     """Return the weights of losses that are means, already divided by the micro-batches."""
     number = len(everyone[rank].counts)
     right = [1.0] * number
-    positions = set()  # of tensors in which any rank ignores a target
+    positions = set()  # positions in a batch of tensors in which any rank ignores a target
     for seen in everyone:
         for of_batch in seen.targets:
             for position, (elements, counted) in of_batch.items():

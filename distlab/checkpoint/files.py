@@ -43,7 +43,7 @@ _KEY = re.compile(r"model/.+|optimizer/[^/]+/.+|rng/\d+/[^/]+", re.ASCII)
 _SHA256 = re.compile("[0-9a-f]{64}")
 # Limits on the numbers in a marker. A forged marker could otherwise ask for any amount of work and
 # memory. They are far above the numbers that the largest run writes.
-LARGEST_COUNT = 2**63 - 1  # of elements and bytes, as torch counts them
+LARGEST_COUNT = 2**63 - 1  # elements or bytes; torch counts them in int64
 LARGEST_MARKER = 2**30  # bytes
 MOST_DIMENSIONS = 64
 MOST_BOXES = 1024  # per tensor: ranks that share matrices, times the ranges that each of them has

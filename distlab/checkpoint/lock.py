@@ -7,9 +7,9 @@
 
 The holder touches its file every few seconds. A holder on this machine is looked up by process id
 and start time, so that a restart does not have to wait. A holder on another machine is watched. If
-its file is touched, it lives. If the file is not touched for `stale_s` seconds, it is dead. Clocks
-of different machines are never compared. `flock` is not used, because shared file systems may not
-carry it to other machines.
+its file is touched, it lives. If the file is not touched for `stale_s` seconds, it counts as dead.
+Clocks of different machines are never compared. `flock` is not used, because shared file systems
+may not carry it to other machines.
 
 A holder that was suspended for so long counts as dead. It finds out in its next call of `check`,
 before it writes.
@@ -32,9 +32,9 @@ from pathlib import Path
 from distlab.comm import RankContext, collectives
 
 NAME = "run.lock"
-REFRESH_S = 3.0  # between touches
-STALE_S = 30.0  # without a touch, which are ten missed touches
-POLL_S = 0.5  # between two reads of a lock of another machine
+REFRESH_S = 3.0  # time between two touches
+STALE_S = 30.0  # time without a touch after which a holder counts as dead: ten missed touches
+POLL_S = 0.5  # time between two reads of a lock of another machine
 
 
 class FolderIsHeld(ValueError):
@@ -73,7 +73,7 @@ class Holder:
             host=socket.gethostname(),
             machine=_machine(),
             pid=pid,
-            # With the start time, because the system uses process ids again.
+            # The start time is needed because the system reuses process ids.
             started=_start_of(pid),
             since=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
             token=uuid.uuid4().hex,
@@ -104,7 +104,7 @@ class Holder:
         started = _start_of(self.pid)
         if started is None or self.started is None:
             return None
-        return started == self.started  # else another process has got the same id
+        return started == self.started  # if they differ, another process has got the same id
 
 
 class RunLock:
@@ -132,12 +132,12 @@ class RunLock:
         self._watched: tuple[bytes, int, float] | None = None
 
     def try_take(self) -> bool:
-        """Take the lock if its holder is certainly dead, or there is none.
+        """Take the lock if there is none, or if its holder is dead or counts as dead.
 
         Returns:
-            True if this process has the lock. False if a holder on another machine may be dead, or
-            another process takes the lock at this moment. The caller then asks again after `POLL_S`
-            seconds.
+            True if this process has the lock. False if the holder may be dead but has not been
+            watched for `stale_s` seconds, or another process takes the lock at this moment. The
+            caller then asks again after `POLL_S` seconds.
 
         Raises:
             FolderIsHeld: a process that lives has the lock.
@@ -220,22 +220,25 @@ class RunLock:
         return last == self._content
 
     def _is_dead(self, content: bytes, touched: int) -> bool:
-        """Return whether the holder of a lock is certainly dead.
+        """Return whether the holder of a lock is dead, or is presumed dead.
+
+        A holder whose process cannot be looked up from here is presumed dead after `stale_s`
+        seconds in which no call has seen a new touch. Until then the answer is False.
 
         Args:
-            content: content of its file.
+            content: bytes of the lock file that name the holder.
             touched: time of the file's last touch, in ns.
 
         Raises:
-            FolderIsHeld: the holder lives.
+            FolderIsHeld: the holder lives: its process runs, or its file was touched again.
         """
         holder = Holder.parse(content)
         alive = None if holder is None else holder.is_alive()
         if alive is False:
             return True
         if alive is None:
-            # Not visible from here: wait for a touch.
-            # Another holder: start to count again.
+            # It cannot be seen from here. A touch between two calls would prove that it lives.
+            # Begin to count at the first look at this holder.
             if self._watched is None or self._watched[0] != content:
                 self._watched = (content, touched, time.monotonic())
             _, first_touched, first_seen = self._watched

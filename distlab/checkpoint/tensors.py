@@ -41,9 +41,9 @@ def write(
     """Write this rank's shards and flush them to disk.
 
     Args:
-        folder: folder of the checkpoint.
+        folder: folder to write to. It must exist, without files of this rank.
         rank: rank in the names of the files.
-        shards: shards on the host.
+        shards: shards to write, their values in host memory.
         threads: number of threads. Each one writes a file.
 
     Returns:
@@ -70,7 +70,7 @@ def _write_file(path: Path, shards: Sequence[Shard]) -> tuple[dict[str, Any], In
         (`{"bytes": …, "sha256": …}`, index of these shards).
     """
     digest = hashlib.sha256()
-    offset = 0  # of the next shard, in bytes
+    offset = 0  # position in the file at which the next shard begins, in bytes
     indices = []
     # "x": the temporary folder is new, so a file of this name would be another writer's.
     with open(path, "xb") as file:
@@ -243,8 +243,8 @@ def _values(
     Args:
         stored: checkpoint.
         key: name of the tensor.
-        file_name: name of the file.
-        offset: first byte of the part.
+        file_name: name of the file in the checkpoint's folder.
+        offset: position of the part's first byte in the file.
         first: number of the first element in the part.
         end: number of the last element in the part, plus 1.
     """

@@ -375,7 +375,7 @@ def _restored(saved: Any, live: Any) -> Any:
             dtype = None  # 0.5 does not fit into a tensor of integers: keep the value
         return torch.tensor(saved, dtype=dtype, device=live.device)
     if type(live) in (bool, int, float, str, type(None)):
-        return saved  # also 1 where the live option is 1.0
+        return saved  # of another type perhaps: 1 where the live option is 1.0
     if isinstance(live, (int, np.integer)) and isinstance(saved, float):
         return saved  # 0.5 does not fit into a class of integers: keep the value
     # A subclass of a number or of text, such as an enum's member or a NumPy number.

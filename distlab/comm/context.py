@@ -29,7 +29,7 @@ from distlab.comm.wait_diagnostics import end_when_lost
 BACKENDS = ("gloo", "nccl")
 DEFAULT_TIMEOUT_S = 60.0
 LONGEST_TIMEOUT_S = 1e8  # three years; beyond some larger number torch's clocks overflow
-SETTLING_S = 5.0  # beyond the timeout, for a store that was reached to report its own failure
+SETTLING_S = 5.0  # time after the timeout in which a reached store can report its own failure
 
 
 @dataclass(frozen=True)

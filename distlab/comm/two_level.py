@@ -69,7 +69,7 @@ class Message:
         # count as edits of the caller's tensor.
         self._flat = tensor.data.view(-1)
         self._advance_all = advance_all
-        self._steps_left = 3  # steps that are not complete
+        self._steps_left = 3  # collectives that are not complete
         self._steps = self._plan(groups)
         self._work, self._group = next(self._steps)
 
@@ -87,7 +87,7 @@ class Message:
         numel = flat.numel()
         self._padded = flat
         if numel % ranks != 0:
-            rounded_up = -(-numel // ranks) * ranks  # to a multiple of the ranks
+            rounded_up = -(-numel // ranks) * ranks  # a multiple of the number of ranks
             self._padded = flat.new_zeros(rounded_up)
             self._padded[:numel] = flat
         # This rank's slice. `chunk` returns a single chunk of a tensor without elements.

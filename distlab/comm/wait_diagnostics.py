@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 from torch.distributed import ProcessGroup, Store, Work
 
-LONG_WAIT = timedelta(seconds=0.5)  # after which a rank says that it waits
-GRACE_S = 1.0  # for other ranks to notice a failure as well; longer than a long wait
+LONG_WAIT = timedelta(seconds=0.5)  # a rank that has waited for longer says that it waits
+# Time in which the other ranks can also notice a failure. It is longer than a long wait.
+GRACE_S = 1.0
 # The same on NCCL, where each rank's timeout begins when its host begins the collective, and ranks
 # look for failures only once a second.
 NCCL_GRACE_S = 4.0

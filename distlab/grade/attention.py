@@ -19,7 +19,7 @@ BEYOND = (
     "upstream gradients with other strides",
     "fp16 and bf16",
 )
-LENGTHS = (64, 256)  # of which one has 16 times the scores of the other
+LENGTHS = (64, 256)  # the second has 16 times the scores of the first
 
 
 def invariants(part: Part, dtypes: tuple[str, ...]) -> list[Invariant]:

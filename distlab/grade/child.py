@@ -63,7 +63,7 @@ def main(job: Job, rank: int, folder: str) -> None:
         found = {"noted": _run(job, rank, results)}
     except NotHandedIn as missing:
         found = {"missing": str(missing)}
-    except BaseException as error:  # also SystemExit: whatever ends a submission is a result
+    except BaseException as error:  # SystemExit too, because any end of a submission is a result
         if isinstance(error, NotImplementedError) and is_left_out(error, Path(job.folder)):
             found = {"missing": "its function raises NotImplementedError"}
         else:

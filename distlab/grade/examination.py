@@ -30,8 +30,8 @@ from distlab.grade.report import (
 
 # What a copy of a submission leaves out: it is large, and no hook needs it.
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "venv", "__pycache__", "node_modules", "wandb")
-MOST_BYTES = 500 * 2**20  # of a submission
-SECONDS = 25.0  # of one experiment
+MOST_BYTES = 500 * 2**20  # largest size of a submission
+SECONDS = 25.0  # time limit of one experiment
 
 
 def grade(
@@ -118,7 +118,7 @@ class _Copy:
     """A copy of the submission, made again where an experiment changed it.
 
     Attributes:
-        folder: the copy.
+        folder: path of the copy, in a temporary folder.
     """
 
     def __init__(self, source: Path) -> None:
@@ -175,9 +175,8 @@ class _Part:
         self.seconds = seconds
         self.progress = progress
         self.observed: dict[Any, Observed] = {}
-        self.failures: list[
-            str
-        ] = []  # of the experiments, in order; empty where one came to its end
+        # Failure of each experiment, in order. Empty for an experiment that came to its end.
+        self.failures: list[str] = []
         self.named: set[str] = set()  # mistakes that rows have shown
 
     def invariants(self) -> list[Invariant]:

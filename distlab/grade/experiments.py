@@ -274,7 +274,7 @@ def run_optimizer(scenario: str, parameters: list[nn.Parameter], make: Callable[
         scenario: `steps`, `groups`, `late group`, `scheduler`, `closure`, `round trip`, `frozen` or
             `one parameter`.
         parameters: parameters to train.
-        make: function that makes the optimizer.
+        make: optimizer class or function, called as `torch.optim.AdamW` is.
     """
     noted: Noted = {}
     if scenario == "groups":

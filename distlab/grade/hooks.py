@@ -97,7 +97,7 @@ def is_left_out(error: NotImplementedError, folder: Path) -> bool:
     mistake of a submission that was handed in.
 
     Args:
-        error: the error, with its traceback.
+        error: error that was raised while the submission ran, with its traceback.
         folder: the copy of the submission.
     """
     frames = traceback.extract_tb(error.__traceback__)

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-RELATIVE = 1e-4  # of the largest element, that fp32 sums in another order may differ
+# Differences that fp32 sums in another order may have. RELATIVE is a fraction of the largest
+# element.
+RELATIVE = 1e-4
 ABSOLUTE = 1e-6
 
 

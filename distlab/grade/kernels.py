@@ -16,7 +16,7 @@ from distlab.kernel_check.hostile import Case, drawn
 from distlab.kernel_check.judge import judge, run
 from distlab.kernel_check.operations import OPERATIONS, Operation
 
-EPS = 1e-5  # of the course's RMSNorm
+EPS = 1e-5  # number that the course's RMSNorm adds to the mean square
 
 # Sizes of attention: batch, heads, queries, keys, head dim. Small, because Triton's interpreter
 # takes a second for larger ones.

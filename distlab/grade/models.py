@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 LEARNING_RATE = 0.1
-EXAMPLES = 4  # in a batch of rank 0
+EXAMPLES = 4  # examples in a batch of rank 0
 WIDTH = 16
 VOCABULARY, FSDP_WIDTH = 48, 64
 
@@ -26,8 +26,8 @@ class Branches(nn.Module):
     """Four linear layers, of which two may be called in either order.
 
     Args:
-        form: one of the forms above.
-        seed: seed of the parameters and of the buffer.
+        form: one of the constants above, `PLAIN` or a following one.
+        seed: integer that fixes the initial parameters and the buffer.
         is_last: True on the last rank, whose forward may differ.
         width: width of the layers.
     """
@@ -79,7 +79,7 @@ class Words(nn.Module):
     """Language model without attention, for FSDP: large weights and few activations.
 
     Args:
-        seed: seed of the parameters.
+        seed: integer that fixes the initial parameters.
         linear, embedding: classes of the layers, called with two sizes. A course has its own.
         is_tied: True for one weight as embedding and head.
         is_frozen: True if the second layer is not trained.

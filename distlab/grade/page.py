@@ -17,7 +17,8 @@ from distlab.text import for_terminal
 
 NAME = "grade"
 PARTS = "parts"
-MOST_SENTENCES = 4  # of broken invariants above the tables, which have all
+# Broken invariants that have a sentence above the tables. The tables have all of them.
+MOST_SENTENCES = 4
 
 
 def records_of(report: Report, device: str) -> list[Record]:

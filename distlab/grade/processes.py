@@ -20,17 +20,17 @@ import torch
 from distlab.grade import child
 from distlab.grade.job import Job
 
-MEMORY_BYTES = 3 * 2**30  # resident, of each child with all that it starts
+MEMORY_BYTES = 3 * 2**30  # most resident memory of a child and all processes that it starts
 PRINTED_BYTES = 20 * 2**20
-PROCESSES = 24  # of each child; Triton's compiler starts some
+PROCESSES = 24  # most processes of each child; Triton's compiler starts some
 POLL_S = 0.05
 INTERPRETED = "TRITON_INTERPRET"
 RAISES = "it raises"  # beginning of the sentence about an error of the submission's own
-LEFT_S = 3.0  # that other ranks get when one has failed, for messages of their own
+LEFT_S = 3.0  # time after the failure of a rank in which the other ranks can report theirs
 PRELOADED = [
     "torch",
     "torch.distributed",
-    "torch._dynamo",  # which a process's first optimizer imports
+    "torch._dynamo",  # imported by the first optimizer of a process
     "distlab.grade.kernels",
 ]
 

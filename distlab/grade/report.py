@@ -41,9 +41,9 @@ class Report:
     """Result of the examination of one submission.
 
     Attributes:
-        folder: the submission.
+        folder: path of the submission.
         rows: invariants, by part.
-        seconds: time of the examination.
+        seconds: seconds that the examination took.
         timing: table of `--time`, as text.
     """
 

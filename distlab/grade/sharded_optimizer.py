@@ -12,7 +12,7 @@ from distlab.grade.invariant import Broken, Invariant, is_near, largest_differen
 Noted = list[dict[str, Any]]
 
 ONE_PARAMETER = ((24, 16),)
-OWN_ADAMW = torch.optim.AdamW  # as it was when this process began
+OWN_ADAMW = torch.optim.AdamW  # bound at import, so that no later replacement counts
 
 
 def invariants(part: Part) -> list[Invariant]:

@@ -25,7 +25,7 @@ from distlab.kernel_check.judge import Outcome, works
 from distlab.kernel_check.operations import operation_of
 from distlab.kernel_check.report import Finding, Report, examine
 
-MOST_RESTARTS = 5  # of a child that hung or died
+MOST_RESTARTS = 5  # times that a child is started again after it hung or died
 MOST_OUTPUT = 20 * 2**20  # bytes that a child may print
 START_S = 60.0  # seconds until the first result: imports, and compilation
 POLL_S = 0.2
@@ -139,7 +139,7 @@ def _run_child(
         [
             sys.executable,
             "-P",
-            *("-W", "ignore::RuntimeWarning"),  # of Triton's interpreter
+            *("-W", "ignore::RuntimeWarning"),  # Triton's interpreter raises them
             "-m",
             "distlab.kernel_check.child",
             json.dumps(settings),

@@ -30,7 +30,7 @@ class Case:
         layout: strides of these arguments, see `laid_out`.
         upstream: strides of the gradient that backward is given, one of `UPSTREAM`. None: forward
             alone.
-        seed: seed of the values.
+        seed: integer that fixes the values.
         is_repeated: True to call the kernel first with other values of the same sizes.
     """
 
@@ -66,7 +66,7 @@ def cases(
         dtypes: names in `DTYPES`.
         backward: True to run the backward also.
         count: number of random combinations.
-        seed: seed of these combinations.
+        seed: integer that fixes which combinations are drawn.
     """
     upstream = "contiguous" if backward else None
     plain = Case(operation.name, _plain_sizes(operation), upstream=upstream)
@@ -247,7 +247,7 @@ def _values(
         return 1000 + normal
     if kind == "±50":
         return 50 * normal.sign()
-    if kind == "−1e5":  # as a mask that is added to logits
+    if kind == "−1e5":  # logits to which a mask was added
         return torch.where(normal > 0.5, -1e5 if case.dtype != "fp16" else -1e4, normal)
     if kind == "mean −1e5":  # a row that such a mask hides completely
         return normal - (1e5 if case.dtype != "fp16" else 1e4)
@@ -255,7 +255,7 @@ def _values(
         values = torch.where(normal > 0.5, float("-inf"), normal)
         values[..., 0, :] = float("-inf")  # a row that is masked completely
         return values
-    if kind == "large":  # whose squares overflow in fp16
+    if kind == "large":  # the squares of these values overflow in fp16
         return 1e4 * normal.clamp(-3, 3)
     if kind == "tiny":
         return 1e-4 * normal

@@ -45,7 +45,7 @@ class Outcome:
     """Result of a kernel on one input.
 
     Attributes:
-        case: the input.
+        case: description of the input.
         status: `right`, `refused` (it raised an error, which a kernel may for an input that it does
             not support), `wrong`, or `not tried` (the device is too small).
         kind: what is wrong, in two or three words. Empty unless it is wrong.
@@ -82,7 +82,7 @@ def judge(function: Function, operation: Operation, case: Case, device: torch.de
     Args:
         function: function of the operation's tensors, or a subclass of `torch.autograd.Function`.
         operation: operation that it claims to be.
-        case: the input.
+        case: description of the input, from which its tensors are made.
         device: device to run on.
     """
     tensors = drawn(case, operation, device)
@@ -267,7 +267,7 @@ def _bits_around(tensor: Tensor) -> Tensor:
 def upstream_of(result: Tensor, case: Case) -> Tensor:
     """Return the gradient that a backward is given, in the layout of the case."""
     generator = torch.Generator().manual_seed(1000 + case.seed)
-    if case.upstream == "expanded":  # as of `result.sum()`
+    if case.upstream == "expanded":  # the form in which `result.sum().backward()` gives it
         value = torch.randn((), generator=generator).to(result.device, result.dtype)
         # One number in a buffer of NaN, which a kernel that ignores the strides reads.
         buffer = torch.full((GUARD + result.numel(),), float("nan"), dtype=result.dtype)
@@ -368,7 +368,7 @@ class Expected:
 
 
 def _has_new_nan(mine: Tensor, exact: Tensor) -> bool:
-    if mine.shape != exact.shape:  # which `compare` reports
+    if mine.shape != exact.shape:  # `compare` reports the wrong shape
         return False
     return bool((mine.isnan() & exact.isfinite()).any())
 

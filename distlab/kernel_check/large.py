@@ -30,7 +30,7 @@ from distlab.kernel_check.operations import IGNORED, Argument, Operation, Sizes
 ELEMENTS = 2**31  # the first element whose offset does not fit an int32
 DTYPE = "fp16"
 MORE_ROWS = 4  # rows that begin at or after this element
-ABOVE = " above 2³¹ elements"  # added to what is wrong
+ABOVE = " above 2³¹ elements"  # appended to the description of a fault
 # Memory in large tensors: one for each argument and one for its gradient, and these for results,
 # their gradients and what the kernel allocates.
 MORE_TENSORS = 4
@@ -63,7 +63,7 @@ LARGE = {
     "matmul": Large(("M", "K"), {"K": 1024, "N": 16}),
     "attention": Large(("B", "H", "T", "D"), HEADS | {"S": 1024}),
     "causal_attention": Large(("B", "H", "T", "D"), HEADS),
-}  # of all other operations: `ROWS`
+}  # All other operations have `ROWS`.
 
 
 def large_case(operation: Operation, *, backward: bool, elements: int = ELEMENTS) -> Case:

@@ -164,7 +164,7 @@ def check_kernel(
         operation: name of the operation that it claims to be, see `OPERATIONS`.
         backward: False to examine the forward alone.
         count: number of random inputs, in addition to the chosen ones.
-        seed: seed of the random inputs.
+        seed: integer that fixes which random inputs are drawn.
         seconds: time after which no further input is tried.
         device: device to run on. Default: `cuda` if there is a GPU.
 

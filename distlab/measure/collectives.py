@@ -117,7 +117,7 @@ class CollectiveRecorder(TorchDispatchMode):
         Args:
             name: name in the dispatcher, such as ``c10d::allreduce_``.
             args: positional arguments.
-            result: its result.
+            result: value that the operator returned.
         """
         # In place, coalesced, or with an output that is given: the payload is the same.
         plain_name = name.rstrip("_").removesuffix("_coalesced").removesuffix("_out")
@@ -157,6 +157,6 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             tensors.append(leaf)
-        elif is_dataclass(leaf):  # which torch's pytrees do not look into
+        elif is_dataclass(leaf):  # torch's pytrees do not look into dataclasses
             tensors.extend(tensors_in(getattr(leaf, "__dict__", ())))
     return tensors

@@ -104,7 +104,7 @@ def _operations_per_element(func: Any, name: str) -> int:
 
     Args:
         func: operator.
-        name: its name without the namespace.
+        name: name of the operator without its namespace.
     """
     if name in _PER_ELEMENT:
         return _PER_ELEMENT[name]

@@ -151,7 +151,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
     """
     found = {}
     for tensor in tensors:
-        local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+        local = getattr(tensor, "_local_tensor", tensor)  # a DTensor has its shard in there
         storage = local.untyped_storage()
         if storage.nbytes():
             found[storage.data_ptr()] = storage.nbytes()
@@ -210,7 +210,7 @@ def saved_for_backward(
     seen = set()
     found = defaultdict(list)
     kept = []  # keeps storages alive, so that no address is used twice
-    block_names = [OUTSIDE]  # of the blocks that run now, the innermost last
+    block_names = [OUTSIDE]  # names of the blocks that run now, the innermost last
 
     def pack(tensor: Tensor) -> Tensor:
         """Note a tensor that autograd saves, and let autograd save it as it is."""

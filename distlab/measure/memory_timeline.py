@@ -179,7 +179,7 @@ def memory_timeline(path: AnyPath, held: Holdings, device: Device) -> MemoryTime
     """Return the account of the step that `record_memory` ran.
 
     Args:
-        path: path of the trace.
+        path: path of the trace that `record_memory` wrote.
         held: holdings that `record_memory` returned.
         device: device whose memory to account for.
 
@@ -421,7 +421,7 @@ def allocator_history(path: AnyPath, max_entries: int = MAX_ENTRIES) -> Iterator
     The file is a pickle for pytorch.org/memory_viz.
 
     Args:
-        path: path of the file.
+        path: path of the pickle to write when the block ends.
         max_entries: number of allocations and frees to keep, the last ones, which bounds the file.
     """
     # Without C++ stacks: they are most of the bytes, and resolving them takes minutes.

@@ -214,7 +214,7 @@ class TransformerLM(nn.Module):
             nothing is allocated. `.to_empty(device=…)` followed by `.reset_parameters(seed)` then
             gives the same values as direct construction.
         dtype: dtype of the parameters (`None`: torch's default).
-        seed: seed of the initial parameters.
+        seed: integer that fixes the initial parameters.
         checkpoint_blocks: recomputation in backward instead of keeping activations. False or
             `none`; True or `block` for each block by itself; 4 or `every-4` for groups of four;
             `attention` and others for what each block keeps (`config.kept_levels`). It may be
@@ -290,7 +290,8 @@ class TransformerLM(nn.Module):
         choice = self.checkpoint_blocks if torch.is_grad_enabled() else "none"
         # Without gradients nothing is kept, and so nothing is recomputed.
         levels = kept_levels(choice, config.num_layers)
-        block_by_number = dict(self.blocks.named_children())  # of a pipeline's rank: some of them
+        # A rank of a pipeline has only some of the blocks, under their numbers in the whole model.
+        block_by_number = dict(self.blocks.named_children())
         running = [(block_by_number[str(number)], levels[number]) for number in blocks]
         x_BTd = _run_blocks(running, checkpoint_group(choice), x_BTd, cos, sin)
         if blocks.stop < config.num_layers:
@@ -358,7 +359,8 @@ class TransformerLM(nn.Module):
         }
         vocabulary = Split(0, (config.vocab_size,), 1, "words of the vocabulary")
         found = {"embedding.weight": vocabulary, "head.weight": vocabulary}
-        names = [name for name, _ in self.named_parameters()]  # without a tied head
+        # A head that is tied to the embedding is not among them.
+        names = [name for name, _ in self.named_parameters()]
         for name in names:
             # The last two parts before `weight`, which are the same in a compiled block.
             layer = ".".join(name.split(".")[-3:-1])
@@ -373,7 +375,8 @@ class TransformerLM(nn.Module):
         the names of the whole model.
 
         Raises:
-            ValueError: the head shares the embedding's matrix, which is on another rank.
+            ValueError: the head shares the embedding's matrix (`tie_embeddings`). The first stage
+                and the last would each need it.
         """
         numbers: set[int] = set()
         for blocks in kept:

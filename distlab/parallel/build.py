@@ -270,7 +270,7 @@ class Strategy:
 
         # Optimizer last: FSDP has replaced the parameters that it is to step.
         params = None
-        if hasattr(optimizer_cls, "split"):  # it does not treat all parameters alike
+        if hasattr(optimizer_cls, "split"):  # this optimizer treats parameters differently
             params = optimizer_cls.split(model)
         optimizer = self.optimizer(model, optimizer_cls, params, optimizer_options or {})
         # A state dict of torch's own optimizer over slices holds one rank's part, and must say so.

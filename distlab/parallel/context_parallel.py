@@ -256,8 +256,9 @@ class Ring(Function):
         q, k, v, out, lse = ctx.saved_tensors
         zigzag = ctx.zigzag
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        dkv = torch.zeros((2, *k.shape), dtype=lse.dtype, device=q.device)  # of the present keys
-        moving = None  # the gradients of the previous step's keys
+        # Gradients of the keys and values that this rank has in the present step.
+        dkv = torch.zeros((2, *k.shape), dtype=lse.dtype, device=q.device)
+        moving = None  # the message with the gradients of the previous step's keys and values
         for source, kv in _travelling(torch.stack((k, v)), zigzag):
             rows, keys, causal = _seen(source, zigzag.rank, q.shape[2])
             k_part, v_part = kv[:, :, :, keys]
@@ -287,7 +288,7 @@ class _Moving(NamedTuple):
     Attributes:
         received: the tensor that arrives from the rank before.
         sent: the tensor that is sent. It must live until the work is done.
-        work: the message.
+        work: handle of the collective, to wait for.
     """
 
     received: Tensor
@@ -329,8 +330,8 @@ def _seen(source: int, rank: int, tokens: int) -> tuple[slice, slice, bool]:
 
     Args:
         source: rank that the keys belong to.
-        rank: this rank.
-        tokens: number of tokens of each rank.
+        rank: rank of this process in the group of context parallelism.
+        tokens: number of tokens that each rank has of a sequence.
 
     Returns:
         The queries, the keys, and True if the attention between them is causal.

@@ -200,7 +200,7 @@ class Axes:
     """Process groups of one rank.
 
     Attributes:
-        layout: the layout that they belong to.
+        layout: numbers of ranks from which the groups follow.
         world: all ranks of the job.
         data: ranks over which a data strategy averages: data × context.
         context: ranks that share sequences. None if each rank has whole sequences.

@@ -81,7 +81,8 @@ def exchange(
     owned = owned_by_rank[rank]
     to_owners = [elements(spreads_of_owner, rank) for spreads_of_owner in owned_by_rank]
     from_ranks = [elements(owned, source) for source in range(group.size())]
-    send_unfinished(group)  # as in `gather`
+    # Gradients that are not sent yet go first: all ranks must send in the same order.
+    send_unfinished(group)
     received = _send(_flattened(updates), to_owners, from_ranks, group)
     _orthogonalize_in_place(received.split(from_ranks), owned, orthogonalize)
     returned = _send(received, from_ranks, to_owners, group)
@@ -135,7 +136,7 @@ def _send(parts: Tensor, sent: list[int], received: list[int], group: ProcessGro
         parts: elements for rank 0, then those for rank 1, and so on.
         sent: number of elements for each rank.
         received: number of elements from each rank.
-        group: the ranks.
+        group: process group of the ranks that exchange.
 
     Returns:
         The elements from rank 0, then those from rank 1, and so on.

@@ -46,6 +46,6 @@ class OverlapDDP(DataParallel):
 
     def _synchronize(self) -> None:
         in_flight, self._in_flight = self._in_flight, []
-        self.step.unsent.extend(self._plan)  # of the next step
+        self.step.unsent.extend(self._plan)  # the messages of the next step
         for wait_for_mean in in_flight:
             wait_for_mean()

@@ -135,8 +135,8 @@ class Deferred(NamedTuple):
     """The gradient of a matrix that a backward has deferred.
 
     Attributes:
-        weight: the matrix.
-        gradient: function that computes the gradient.
+        weight: parameter whose gradient is deferred.
+        gradient: function that computes the gradient, in the shape of `weight`.
     """
 
     weight: Tensor
@@ -177,7 +177,8 @@ class Pipeline:
         self.ranks = group.size()
         self.schedule = schedule
         self.sequence_ranks = sequence_ranks
-        self.stages = stage_blocks(model, self.ranks, schedule, sizes)  # refuses other models
+        # Raises TypeError for a model without stages.
+        self.stages = stage_blocks(model, self.ranks, schedule, sizes)
         self.width = model.width
         self.mine = range(self.rank, len(self.stages), self.ranks)
         self.last = len(self.stages) - 1
@@ -185,9 +186,10 @@ class Pipeline:
         model.keep_blocks([self.stages[stage] for stage in self.mine])
         if schedule == "zero-bubble":
             model.put_off_weights(self._put_off)
-        self._deferred: list[Deferred] = []  # by the backward that runs now
+        self._deferred: list[Deferred] = []  # gradients deferred by the backward that runs now
         self._messages: Messages | None = None
-        self._actions: dict[int, list[Action]] = {}  # by the number of micro-batches
+        # Number of micro-batches of a step → this rank's actions.
+        self._actions: dict[int, list[Action]] = {}
 
     def connect(self, pipelines: Sequence[Sequence[int]], group: ProcessGroup) -> None:
         """Make the process groups of neighbours. Call it on every rank with the same arguments.

@@ -224,9 +224,9 @@ def _full_box(shape: torch.Size) -> Box:
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """Numbers of elements that the ranks of a group have of one parameter.
+    """Division of one parameter's elements among the ranks of a group.
 
-    An optimizer whose update needs the whole parameter finds the other parts with it.
+    An optimizer whose update needs the whole parameter gathers the other ranks' parts with it.
 
     Sharded strategies store it in the attribute `spread` of the tensors that their optimizer steps
     (`spread_of`). Rank 0 has the first elements in the order of the parameter's memory, rank 1 the
@@ -234,8 +234,8 @@ class Spread:
 
     Attributes:
         like: tensor on the meta device with the shape and strides of the whole parameter.
-        counts: number of elements of each rank.
-        group: the ranks that share the parameter.
+        counts: number of elements on each rank, in the order of the ranks of `group`.
+        group: process group whose ranks share the parameter.
     """
 
     like: Tensor

@@ -33,7 +33,7 @@ from distlab.parallel.state_dicts import refuse_other_shapes, refuse_shards
 class ShardedOptimizer(LocalOptimizer):
     """Any optimizer, its state divided among the ranks.
 
-    `param_groups` holds all parameters, `state` that of this rank's.
+    `param_groups` holds all parameters. `state` holds only the state of this rank's parameters.
 
     Args:
         params: parameters or groups of them, the same on every rank. The caller averages their
@@ -110,8 +110,8 @@ class ShardedOptimizer(LocalOptimizer):
         """Load a state saved by the unsharded optimizer, or by a sharded one at any world size.
 
         Raises:
-            ValueError: other groups, groups of other sizes, state of other shapes, or one rank's
-                shards.
+            ValueError: the state dict holds only the shards of one rank, or groups of another
+                number or size, or a tensor whose shape is not its parameter's.
         """
         refuse_shards(state_dict)
         saved = state_dict["param_groups"]
@@ -119,7 +119,8 @@ class ShardedOptimizer(LocalOptimizer):
         if [len(group["params"]) for group in saved] != sizes:
             given = [len(group["params"]) for group in saved]
             raise ValueError(f"the saved groups hold {given} parameters, this optimizer's {sizes}")
-        index_of: dict[int, int] = {}  # number in the saved state, which need not begin at 0 → ours
+        # Number in the saved state → our index. The saved numbers need not begin at 0.
+        index_of: dict[int, int] = {}
         for group in saved:
             for number in group["params"]:
                 index_of[number] = len(index_of)

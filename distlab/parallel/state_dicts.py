@@ -38,7 +38,7 @@ from distlab.parallel.tensor_parallel import gather_cuts
 
 # -- 1. The whole state of a model ----------------------------------------------------------------
 
-PREFIX = "module."  # of names in the state dict of a wrapper
+PREFIX = "module."  # beginning of each name in the state dict of a wrapper
 EXTRA_STATE = "_extra_state"  # torch's name for the result of `get_extra_state()`
 SHOWN = 5  # largest number of names in a message
 
@@ -334,8 +334,8 @@ def _own_state(state: Mapping[str, Any], parameter: Tensor, number: int) -> dict
 
     Args:
         state: state of the shard, or of the whole parameter.
-        parameter: the shard.
-        number: number of the parameter in messages.
+        parameter: tensor that the optimizer steps, this rank's shard.
+        number: index of the parameter in the optimizer, for error messages.
     """
     own = {}
     for name, value in state.items():

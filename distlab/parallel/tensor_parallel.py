@@ -150,7 +150,7 @@ def gather_cuts(
 def _replace_operations(model: nn.Module, cuts: Mapping[str, Cut], group: ProcessGroup) -> None:
     """Give a model operations that communicate, around its own."""
     ops = model.operations()
-    first_word = 0  # of this rank's rows of the vocabulary, if it is cut
+    first_word = 0  # first word of this rank's part of the vocabulary
     for name in ("embedding.weight", "head.weight"):
         if name in cuts:
             first_word = cuts[name].ranges[0][0]

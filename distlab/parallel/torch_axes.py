@@ -137,7 +137,7 @@ def _group_heads_by_rank(model: nn.Module, group: ProcessGroup) -> dict[str, Ten
         if len(cut.ranges) == 1:
             continue
         rows = []
-        for ranges in collectives.gather_objects(cut.ranges, group):  # of each rank
+        for ranges in collectives.gather_objects(cut.ranges, group):  # one rank after the other
             for first, last in ranges:
                 rows.append(torch.arange(first, last))
         order = torch.cat(rows)

@@ -33,7 +33,8 @@ ABREAST = 4  # small panels in a row, at most
 # again. So the eighth line, which has the first one's colour, has another style.
 AGAIN = {"-": ("-", "-.", "--", ":"), "--": ("--", ":")}
 _BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # box of text over grid lines
-LEAST_SHARE = 0.07  # of the longest bar: a part that is longer carries its value
+# A part of a bar shows its value if it is longer than this fraction of the longest bar.
+LEAST_SHARE = 0.07
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def lines(path: Path, panels: Sequence[Panel], *, title: str) -> None:
     rows = math.ceil(len(panels) / ABREAST)
     abreast = math.ceil(len(panels) / rows)  # so that the last row is not nearly empty
     height_in = 0.8 + 1.9 * rows if is_small else 4.4
-    keys = []  # of all panels; the position of a series' key decides its colour
+    keys = []  # keys of all panels; the position of a series' key decides its colour
     for panel in panels:
         for series in panel.series:
             if series.key not in keys:

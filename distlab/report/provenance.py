@@ -41,7 +41,7 @@ def environment(device: torch.device | str) -> dict[str, str | int | None]:
         "device_name": torch.cuda.get_device_name(device) if on_cuda else _cpu_model(),
         "device_count": torch.cuda.device_count() if on_cuda else 1,
         "cpu_model": _cpu_model(),
-        # that this process may run on, which a container or taskset makes fewer
+        # Cores that this process may use. A container or taskset may allow fewer than there are.
         "cpu_cores": cores,
         "cpu_threads_per_rank": torch.get_num_threads(),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -59,8 +59,9 @@ def command() -> str:
     is kept.
     """
     root = Path(__file__).resolve().parents[2]
-    words = [word for word in sys.orig_argv[1:] if word != "-u"]  # which torchrun adds
-    if words[:1] == ["-c"]:  # a worker of some pool, which nobody started by hand
+    # torchrun adds -u, and the user did not type it.
+    words = [word for word in sys.orig_argv[1:] if word != "-u"]
+    if words[:1] == ["-c"]:  # a worker of a process pool: its command is not the user's
         return "python -c …"
     words = [
         re.sub(r"(^|=)(/.*)", lambda found: found[1] + _without_folders(found[2], root), w)

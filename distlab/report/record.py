@@ -28,10 +28,10 @@ import torch
 from distlab.files import digest_of, write_whole
 
 FORMAT = "distlab-run-3"
-# Without a checksum; in the first, environment and commit are repeated in every row.
+# Neither has a checksum. The first repeats environment and commit in every row.
 OLD_FORMATS = ("distlab-records-1", "distlab-run-2")
 MEASURE_AGAIN = "measure again (--fresh, or another --name)"
-# of a file's rows usually the same, so written once
+# Fields that are usually the same in all rows of a file. Each set of their values is written once.
 SHARED = ("experiment", "environment", "commit")
 
 # "Exposed" was once what a step takes longer than without communication. Metric of then → of now,
@@ -163,7 +163,7 @@ def read_checked(path: str | Path) -> dict[str, Any]:
         OSError: the file cannot be opened.
         ValueError: it is truncated, altered or another program's; the message names the path.
     """
-    # a pipe would be waited for, and /dev/zero never ends
+    # Reading would wait for a pipe, and would never end with /dev/zero.
     if Path(path).exists() and not Path(path).is_file():
         raise ValueError(f"{path} is not a regular file: give a file of records")
     try:
@@ -176,7 +176,7 @@ def read_checked(path: str | Path) -> dict[str, Any]:
         digest = digest_of(body)
         plain_values = _leaves(body, lambda leaf: _SPECIAL.get(leaf, leaf))
     except (ValueError, RecursionError) as error:
-        # covers broken JSON, broken UTF-8 and deep nesting
+        # Broken JSON, broken UTF-8 and deep nesting raise these.
         raise ValueError(f"{path} is truncated or not JSON ({error}): {MEASURE_AGAIN}") from None
     if plain_values.pop("digest", accepted) != digest:
         raise ValueError(

@@ -36,7 +36,7 @@ FAINT = "#BBBBBB"
 
 # For lines, the first ones furthest apart; yellow is too faint on white.
 LINES = [BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, BLACK]
-# one more than colours: the eighth line has the first colour and a marker of its own
+# There is one marker more than colours. The eighth line has the first colour and its own marker.
 MARKERS = "osD^vPX*"
 # For areas, from the bottom up.
 AREAS = [BLACK, BLUE, ORANGE, GREEN, SKY, PURPLE, VERMILLION, YELLOW]

@@ -107,9 +107,9 @@ class Column:
         return text + self.note(record)
 
 
-text_column = partial(Column, align="left")  # of words
-sparse_column = partial(Column, missing="")  # empty in rows that it is not of
-gib_column = partial(Column, scale=2**-30)  # of bytes, in GiB
+text_column = partial(Column, align="left")  # a column of words
+sparse_column = partial(Column, missing="")  # a column that is empty in rows without the metric
+gib_column = partial(Column, scale=2**-30)  # a column that shows bytes in GiB
 
 
 def render(records: Records, columns: Sequence[Column], style: str = "text") -> str:
@@ -192,14 +192,14 @@ def _broken_titles(titles: Sequence[str], rows: Sequence[Sequence[str]], width: 
 
     Args:
         titles: headings, one per column.
-        rows: cells of each row.
+        rows: cells of each row as text, one per column.
         width: characters of the whole table.
 
     Returns:
         The headings with line breaks. All have the same number of lines, the first ones empty.
     """
     widest_cells = []  # characters of the widest cell of each column
-    lengths = []  # characters at which each heading is broken
+    lengths = []  # largest number of characters of a line of each heading
     for number, title in enumerate(titles):
         widest_cell = max((len(row[number]) for row in rows), default=0)
         longest_word = max((len(word) for word in title.split()), default=0)

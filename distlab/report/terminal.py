@@ -12,7 +12,7 @@ from distlab.report.table import render_for_terminal
 from distlab.report.view import View
 from distlab.text import for_terminal
 
-MOST_ROWS = 16  # of a table
+MOST_ROWS = 16  # rows of a table that are printed
 WIDTH = 100  # characters of a line, where the terminal is not narrower
 
 
@@ -24,7 +24,7 @@ def stdout_is_file() -> bool:
     try:
         return stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
     except (AttributeError, OSError, ValueError):
-        # closed, or replaced by something that is no file
+        # stdout is closed, or an object that is not a file has replaced it.
         return False
 
 

@@ -7,8 +7,8 @@
     FLOP per second      forward and backward of `local`. With those of a second model, whose
                          operators do less arithmetic per byte, also the bytes per second of the
                          operators of forward and backward
-    latency, bandwidth   communication time of `naive` (many messages) and of `flat` (one), which
-                         nothing disturbs
+    latency, bandwidth   communication times of `naive` (one message per parameter) and of `flat`
+                         (one message), while no computation runs
     contention           communication time and step of `overlap`, where nearly all communication is
                          covered
 
@@ -28,7 +28,7 @@ from distlab.theory.step_time import Network
 NEEDED = ("local", "naive", "flat", "overlap")
 # These two are assumed, not fitted.
 LAUNCH_S = 3e-6  # seconds of every operator in addition to its work
-HOP_S = 3e-6  # seconds of latency of a ring per further rank
+HOP_S = 3e-6  # seconds of latency of each hop of a collective after the first
 # Figures of each strategy that are read.
 _METRICS = ("forward_backward_p50_ms", "optimizer_p50_ms", "step_p50_ms", "comm_ms")
 
@@ -50,7 +50,7 @@ def calibrate(
         second: `local` of another model or batch simulated, and the measured seconds of its forward
             and backward.
         launch_s: seconds that every operator takes in addition to its work.
-        hop_s: seconds of latency of a ring per further rank.
+        hop_s: seconds of latency of each hop of a collective after the first.
 
     Raises:
         ValueError: a strategy or a figure is missing, or the figures contradict the model. That is
@@ -166,7 +166,7 @@ def _fit_network(
     Args:
         steps: simulated steps, by strategy.
         seconds: measured seconds of communication, by strategy.
-        hop_s: seconds of latency of a ring per further rank.
+        hop_s: seconds of latency of each hop of a collective after the first.
     """
     naive = steps["naive"]
     flat = steps["flat"]
@@ -239,7 +239,8 @@ def _fit_contention(
 
 def _bisect(above: Callable[[float], bool], low: float, high: float) -> float:
     """Return the point where `above` turns from true to false, searched on a logarithmic scale."""
-    for _ in range(60):  # of 1e17 / 1e9, 60 halvings leave less than a double's precision
+    # 60 halvings of the widest interval, 1e9 to 1e17, leave less than a double's precision.
+    for _ in range(60):
         middle = (low * high) ** 0.5
         if above(middle):
             low = middle

@@ -65,7 +65,7 @@ FLOPS_SHARE = 0.68  # matmuls
 MEMORY_SHARE = 0.56  # memory-bound operators of forward and backward
 UPDATE_SHARE = 0.78  # the optimizer's pass
 LINK_SHARE = 0.79
-LATENCY_S = 58e-6  # per collective
+LATENCY_S = 58e-6  # seconds of latency of each collective
 CONTENTION = (0.64, 0.73)  # rates of computation and communication while both run
 # Seconds of the host until it has started an operator with all Python around it, and a collective
 # with its hook. They are the most that a quiet host can have taken
@@ -405,7 +405,8 @@ def _ends(
         message: seconds of a message between two stages.
     """
     if layout.pipeline == 1:
-        return [None]  # before a list of actions is made: there may be 10^12 micro-batches
+        # Returned before a list of actions is made, because there may be 10^12 micro-batches.
+        return [None]
     schedule = _schedule(layout.schedule, layout.pipeline, micro_batches)
     # Only zero-bubble schedules have actions of their own for the weights' gradients.
     splits = any(action.kind == "W" for actions in schedule for action in actions)
@@ -619,7 +620,7 @@ def power_share(spec: GPUSpec) -> float:
 
 def _device(spec: GPUSpec, dtype: str, attention: str, head_dim: int) -> DeviceModel:
     """Return the model of a device: its datasheet's peaks times the shares above."""
-    peak_dtype = "tf32" if dtype == "fp32" else dtype  # as fp32 matmuls run
+    peak_dtype = "tf32" if dtype == "fp32" else dtype  # fp32 matmuls run in TF32
     _check_known("attention", attention, ATTENTION_SHARE, spec)
     _check_known("dtype", peak_dtype, spec.peak, spec)
     # The datasheet has no architecture. Hopper is the first with 228 KiB of shared memory per SM.

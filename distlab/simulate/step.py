@@ -39,7 +39,7 @@ class SimulatedStep:
     """A training step of one rank in the steady state.
 
     Args:
-        world_size: number of ranks.
+        world_size: number of simulated ranks.
         calls: collectives of the step, in order.
         items: events of two consecutive steps. The second waits for what the first leaves in
             flight.
@@ -94,7 +94,7 @@ def simulate_step(
         make_step: function `make_step(wrapper, optimizer, mark)` that returns a function that
             trains one step and calls `mark("forward_backward")` before its optimizer's step, as
             `TrainStep` does.
-        world_size: number of ranks.
+        world_size: number of simulated ranks.
         rank: number of the simulated rank, from 0.
         like_nccl: True to answer as NCCL does, see `fake_world`.
         checkpointing, layout, compute_dtype, bucket_size_mb, shard_size: as in `build_training`.
@@ -190,7 +190,7 @@ def simulate_training(
         config: shape of the model. Sequences have its context length.
         strategy: name in `distlab.parallel.STRATEGIES`.
         batch: sequences per rank.
-        world_size: number of ranks.
+        world_size: number of simulated ranks.
         rank: number of the simulated rank, from 0. The ranks of a pipeline differ.
         dtype: `fp32`, or `bf16`/`fp16` over fp32 parameters.
         micro_batches: number of micro-batches accumulated in a step, of `batch` sequences each.

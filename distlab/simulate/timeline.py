@@ -53,11 +53,11 @@ class DeviceModel:
 
 @dataclass(frozen=True)
 class Machine:
-    """Model of a kind of device, the network between devices, and the contention of the two.
+    """Cost model of equal devices, of the network between them, and of the contention.
 
     Args:
-        device: model of one device.
-        network: model of the messages.
+        device: cost model of one device.
+        network: cost model of a message between devices.
         contention: rates of computation and of communication while both run, relative to each alone
             (1: no disturbance). Both use SMs and memory bandwidth.
 

@@ -35,7 +35,7 @@ def fake_world(
     """Be rank `rank` of `world_size`. Tensors made inside are fake. Yields the process group.
 
     Args:
-        world_size: number of ranks.
+        world_size: number of simulated ranks.
         rank: number of this rank, from 0.
         like_nccl: True to answer as NCCL does. False to answer as gloo does: gradients are divided
             beforehand, and shards are copied.

@@ -9,7 +9,8 @@ LEAST_BLOCKS = 3
 # A leak goes on during most of the recording. State that is made once is made in a short part.
 SPREAD = 0.5
 LEAST_BYTES = 2**14
-STEP_EVENTS = 10  # that other lines need between two times, so that it is no loop that fills a list
+# Events of other lines between two growths of a line. With fewer, it is a loop that fills a list.
+STEP_EVENTS = 10
 
 
 @dataclass(frozen=True)

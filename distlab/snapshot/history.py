@@ -43,12 +43,12 @@ class History:
     """Memory of one device.
 
     Attributes:
-        device: number of the device.
+        device: number of the GPU.
         blocks: all blocks that were held at some time, by their start.
         count: number of events.
         times_us: time of each event in microseconds; zeros where the file has none.
         reserved: (number of the event, reserved bytes from then on), by event.
-        segments: segments at the end.
+        segments: segments that the allocator holds at the end.
     """
 
     device: int
@@ -125,7 +125,7 @@ def _history(device: int, trace: list[Entry], segments: list[Entry]) -> History:
             block = opened.pop(address, None)
             if block is not None:
                 block.end = number
-            else:  # from before the recording
+            else:
                 # Its allocation was not recorded, so it has been held since before the first event
                 # (−1).
                 stream = event.get("stream", 0)

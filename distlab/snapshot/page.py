@@ -15,8 +15,8 @@ FINDINGS = "findings"
 BY_PURPOSE, BY_LINE = "held at the peak, by purpose", "held at the peak, by line"
 UNUSED = "reserved and not used when the snapshot was taken, by kind"
 GROWTH = "memory grows at"
-PAGE_LINES = 50  # of a table of lines; `--json` prints all
-SLICES = 2000  # of a recording, in the picture
+PAGE_LINES = 50  # most rows of a table; `--json` prints all
+SLICES = 2000  # most points of a line in the picture
 
 
 def records_of(explanation: Explanation, snapshot: str) -> list[Record]:

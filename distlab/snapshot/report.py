@@ -16,7 +16,7 @@ from distlab.text import for_terminal
 
 MIB, GIB = 2**20, 2**30
 WIDTH = 100  # columns of a terminal
-LINES = 10  # of the table of lines
+LINES = 10  # most rows of the table of source lines
 SITE_WIDTH = 48
 MUCH = 0.15  # part of the reserved memory whose waste comes first
 

@@ -22,7 +22,7 @@ def one_of(name: str, value: str, allowed: Iterable[str]) -> None:
 
     Args:
         name: name of the caller's argument.
-        value: value of it.
+        value: value that the caller was given for it.
         allowed: all values that it may have.
 
     Raises:

@@ -37,7 +37,8 @@ import numpy as np
 
 MAX_PIECES = 5
 TOLERANCE = 0.08  # largest relative error of a fit that needs no further piece
-LEAST_POINTS = 3  # per piece: a line meets two points exactly, which says nothing
+# Least number of points of a piece. A line meets two points exactly, which says nothing.
+LEAST_POINTS = 3
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ class CollectiveFit:
 
         Args:
             sizes: bytes of each measured payload.
-            seconds: seconds of each.
+            seconds: measured seconds of each payload.
         """
         return {
             "pieces": [asdict(piece) for piece in self.pieces],
@@ -259,7 +260,7 @@ def relative_errors(
     Args:
         fit: pieces to compare with.
         sizes: bytes of each payload.
-        seconds: seconds of each.
+        seconds: measured seconds of each payload.
     """
     return [fit.seconds(size) / time - 1 for size, time in zip(sizes, seconds, strict=True)]
 

@@ -278,7 +278,7 @@ def _obstacle(
     Args:
         graph: operators and sizes of their tensors.
         group: operators of the kernel before it.
-        op: the operator.
+        op: operator that may join.
         roof: peak and bandwidth of the GPU.
         spec: datasheet of the GPU.
     """
@@ -366,7 +366,7 @@ def transformer_block(
     if d_model % num_heads:
         raise ValueError(f"num_heads={num_heads} does not divide d_model={d_model}")
     n, d, f = batch * context, d_model, d_ff
-    # elements of each matrix
+    # Matrix → number of its elements.
     weights = {"w_qkv": 3 * d * d, "w_o": d * d, "w1": d * f, "w3": d * f, "w2": d * f}
     sizes = _block_sizes(n, d, f, weights, itemsize, autocast)
 
@@ -382,7 +382,7 @@ def transformer_block(
         flops=6 * n * d,
         eager_kernels=5 if itemsize < 4 else 4,  # the result is cast back
     )
-    # causal: half of the scores
+    # Attention is causal, so only half of the scores are computed.
     attention = Operator(
         "attention",
         reads=("qk", "qkv"),

@@ -136,7 +136,7 @@ def occupancy(spec: GPUSpec, threads: int, registers: int, shared_bytes: int = 0
     if not 0 <= shared_bytes <= spec.shared_memory_per_block:
         most = spec.shared_memory_per_block
         raise ValueError(f"shared_bytes={shared_bytes}: a block on {spec.name} has 0 to {most}")
-    warps = -(-threads // WARP)  # of a block
+    warps = -(-threads // WARP)  # warps of a block
     # Registers are given to whole warps, in units.
     registers_per_warp = _round_up(registers * WARP, REGISTER_UNIT)
     # Each of four schedulers of an SM has a quarter of the registers.

@@ -213,7 +213,8 @@ class ModelShape:
             units.append("embedding")
         for block in range(self.num_layers):
             unit = f"block {block}"
-            units += [None, unit, unit, None, unit, unit, unit]  # as in `parameter_shapes`
+            # In the order of `parameter_shapes`. Norms are in no unit.
+            units += [None, unit, unit, None, unit, unit, unit]
         if self.has_head:
             units.append(None)
             if not self.tie_embeddings:

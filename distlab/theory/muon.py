@@ -26,7 +26,7 @@ def muon_volume(
         placement: `gather` or `exchange`, as in `distlab.parallel.muon`.
         counts: for each matrix, the number of elements of each rank.
         owners: rank that orthogonalizes each matrix under `exchange`.
-        rank: number of the rank.
+        rank: rank that sends, an index into `counts[…]`.
     """
     held = [sum(of_rank) for of_rank in zip(*counts, strict=True)]  # elements of each rank
     if placement == "gather":

@@ -185,7 +185,8 @@ class Workload:
             yield "silu_backward", 0, 3 * c * n * f
         yield from self._both_gradients(d, f)  # w3
         yield from self._both_gradients(d, f)  # w1
-        yield "add", 0, 3 * c * n * d  # of both gradients of the norm's output
+        # Adds the gradients of the norm's output that come from w1 and from w3.
+        yield "add", 0, 3 * c * n * d
         yield from self._norm_backward()
         yield from self._both_gradients(width, d)  # output
         yield self._attention_backward()
@@ -401,7 +402,8 @@ class Workload:
         shape = self.shape
         c, r, n = self.precision.compute, self.precision.residual, self.tokens
         if shape.has_head:
-            if not self.fused_loss:  # which made the gradients in the forward
+            # A fused loss has made these gradients in the forward.
+            if not self.fused_loss:
                 logits = n * shape.words
                 yield "nll_loss_backward", 0, 2 * FP32 * logits
                 yield "_log_softmax_backward", 0, 3 * FP32 * logits

@@ -93,7 +93,8 @@ class Failures:
             return interval / (interval + self.checkpoint) if math.isfinite(interval) else 1.0
         exponent = (interval + self.checkpoint) / self.between
         exponent_of_restart = self.restart / self.between
-        if exponent + exponent_of_restart > 700:  # beyond floats: no work lasts
+        # The exponential would overflow a float. At that rate of failures no work lasts.
+        if exponent + exponent_of_restart > 700:
             return 0.0
         # Daly 2006: the expected time of one interval is M·e^(R/M)·(e^((τ + δ)/M) − 1).
         seconds = self.between * math.exp(exponent_of_restart) * math.expm1(exponent)

@@ -81,13 +81,13 @@ FORMATS = {
 def repeated_sum(
     addend: float, times: int, accumulator: FloatFormat, held_in: FloatFormat
 ) -> float:
-    """Return the sum of equal numbers, which is rounded after each addition.
+    """Add one number to a sum many times, and return the sum. It is rounded after each addition.
 
     Args:
-        addend: number to add.
+        addend: value of the number, not yet rounded to `held_in`.
         times: number of additions.
-        accumulator: format of the sum.
-        held_in: format that the addend is rounded to before.
+        accumulator: format to which the sum is rounded.
+        held_in: format to which the number is rounded before it is added.
     """
     total = 0.0
     addend = held_in.nearest(addend)
@@ -102,8 +102,8 @@ def stalls_at(addend: float, accumulator: FloatFormat) -> float:
     From 2^e on neighbours are 2^(e−m) apart, and the addend is at most half of that distance.
 
     Args:
-        addend: number to add, not 0.
-        accumulator: format of the sum.
+        addend: value that is added in each step, not 0.
+        accumulator: format to which the sum is rounded after each step.
     """
     # |addend| ≤ 2^(e−m)/2, solved for e: e ≥ log₂|addend| + 1 + m.
     return 2.0 ** math.ceil(math.log2(abs(addend)) + 1 + accumulator.mantissa_bits)

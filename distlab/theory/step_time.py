@@ -42,8 +42,8 @@ class Network:
             send at the same time.
         devices_per_node: number of devices of a node.
         latency_s: seconds of a collective between two devices, its launch included.
-        hop_s: seconds per further device on the ring.
-        between_hop_s: seconds per further node. None: `hop_s`.
+        hop_s: seconds of latency of each further hop inside a node, see `further_hops`.
+        between_hop_s: seconds of latency of each hop between nodes. None: `hop_s`.
 
     Raises:
         ValueError: a number that is not positive.
@@ -90,7 +90,7 @@ class Network:
         nodes = -(-ranks // self.devices_per_node)
         is_all_reduce = operation == "all_reduce"
         hops = further_hops(ranks, all_reduce=is_all_reduce)
-        hops_between = 0  # those that leave a node
+        hops_between = 0  # hops that leave a node
         bandwidth = self.inside_bytes_per_s
         if nodes > 1:
             # One hop more than `further_hops`, which leaves out the first.

@@ -529,7 +529,8 @@ def fsdp(
         reduced_bytes += buffer_elements // world_size * master_itemsize
     if replicated:
         calls += 1
-    replicated_bytes = (replicated_elements + replicated) * master_itemsize  # with a flag each
+    # Each replicated parameter also sends one element, its flag.
+    replicated_bytes = (replicated_elements + replicated) * master_itemsize
     return CommunicationVolume(calls, gathered_bytes + reduced_bytes + replicated_bytes)
 
 
@@ -641,7 +642,7 @@ def positive_mib(name: str, mib: float) -> float:
 
     Args:
         name: name of the argument, for the message.
-        mib: MiB.
+        mib: size in MiB, positive.
 
     Raises:
         ValueError: a number that is not positive.

@@ -38,8 +38,8 @@ def swizzle(row: int, column: int) -> int:
     bank, is spread over all banks. Rows stay spread.
 
     Args:
-        row: row of the element.
-        column: column of the element.
+        row: row of the element in the tile, from 0.
+        column: column of the element in the tile, from 0.
     """
     return column ^ (row % BANKS)
 

@@ -95,7 +95,7 @@ class Finding:
         cause: one of the causes above.
         ms: ms of the average step, on the rank where it is largest.
         pct: share of that rank's step in %.
-        rank: that rank.
+        rank: number of that rank.
         count: number of intervals or collectives in an average step.
         detail: what it is mostly about.
         late_rank, behind: as in `Blame`.
@@ -324,7 +324,7 @@ class Host:
     """Activities of the host of one rank, to be asked about intervals of the device.
 
     Args:
-        rank: steps of the rank.
+        rank: the rank's trace and its steps.
     """
 
     def __init__(self, rank: RankSteps) -> None:
@@ -490,8 +490,8 @@ def why_idle(step: RankStep, host: Host, small_bytes: float) -> list[Blame]:
     """
     found = []
     usual_cause = HOST if host.on_gpu else PYTHON
-    lost: Blame | None = None  # the last wait
-    lost_ms = 0.0  # of the lead that it cost, what the device has not idled yet
+    lost: Blame | None = None  # the last wait of the host
+    lost_ms = 0.0  # ms of the lead lost in that wait for which the device has not idled yet
     for begin, end in step.idle.intervals:
         ms = end - begin
         reason = host.reason((begin, end))

@@ -25,9 +25,9 @@ class Message:
     """One communication of one rank in one step.
 
     Attributes:
-        event: event of the trace.
+        event: the communication in the rank's trace.
         step: number of the step.
-        rank: rank of the trace.
+        rank: number of the rank.
         place: number among the communications of its operation and group in the step. None if it
             began before the step.
         exposed: intervals in which neither compute nor an earlier communication covers it.
@@ -216,7 +216,7 @@ class RankSteps:
 
     Attributes:
         rank: number of the rank.
-        trace: content of its file.
+        trace: content of the rank's trace file.
         steps: number of a step → the step.
         found_by: how the steps were found.
     """

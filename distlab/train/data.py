@@ -95,7 +95,7 @@ class SyntheticTokens:
         vocab_size: number of tokens, which are in [0, vocab_size).
         batch_size: number of sequences per rank.
         context_length: number of tokens per sequence.
-        seed: seed of the data, ≥ 0.
+        seed: integer ≥ 0 that fixes the data of all ranks.
         rank: number of this process, ≥ 0. Ranks have different data.
         device: device for the batches.
         branching: number of possible successors of a token, 1 … vocab_size.
@@ -226,9 +226,9 @@ class GlobalOrder:
         count: number of sequences per epoch. None for numbers that never end.
         batch: number of sequences per step over all ranks.
         rank: number of this rank, from 0.
-        world_size: number of ranks.
+        world_size: number of ranks that divide the batch.
         micro_batches: number of parts of a rank's share.
-        seed: seed of the permutations.
+        seed: integer that, with the number of the epoch, fixes the order of an epoch.
 
     Raises:
         ValueError: ranks × micro-batches do not divide the batch, or it is larger than an epoch.
@@ -294,7 +294,7 @@ def examine(
     Shares are whole blocks, so all ranks' digests in rank order are the same at every world size.
 
     Args:
-        tokens: all tokens of a file.
+        tokens: 1-D array of all token ids of a file, of which ranks read parts.
         vocab_size: number of entries of the model's vocabulary.
         rank: number of this rank.
         world_size: number of ranks that share the tokens.

@@ -44,8 +44,9 @@ def validation_loss(
     # A batch of ignored targets: it takes part in every collective of a forward, and counts
     # nothing.
     empty[:] = IGNORED
-    # fp64: a sum over millions of tokens in fp32 would lose the last digits.
-    totals = torch.zeros(2, dtype=torch.float64, device=context.device)  # of losses, of tokens
+    # Sum of the losses, and number of the tokens. A sum over millions of tokens in fp32 would lose
+    # the last digits.
+    totals = torch.zeros(2, dtype=torch.float64, device=context.device)
     was_training = wrapper.training
     # Without dropout, whose draws would make the loss differ from run to run.
     wrapper.eval()

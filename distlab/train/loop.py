@@ -239,7 +239,7 @@ class Trainer:
                         outcome.stopped_by = self.metrics.stopped_by
                         self.metrics.settle()
                         saves = stores
-                    if saves:  # before a validation, which may fail
+                    if saves:  # saved before a validation, because that may fail
                         self.save()
                     if validates:
                         outcome.validation.append((self.step, self.validation_loss()))

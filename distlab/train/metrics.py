@@ -81,7 +81,7 @@ class GatheredMetrics:
         timeout = timedelta(seconds=context.timeout_s)
         # On gloo, whose messages do not enter the GPU's queue.
         self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
-        # the step that was launched last, its (loss, norm) on the host, and the time of its end
+        # The step that was launched last, its (loss, norm) on the host, and the time of its end.
         self._waiting: tuple[StepMetrics, Tensor, Instant] | None = None
         self.restart_clock()
 
@@ -170,7 +170,7 @@ class Journal:
     A restart continues it at the step of the checkpoint.
 
     Args:
-        path: path of the file.
+        path: path of the file, which need not exist.
         first_step: number of the first step. Lines of this step and later ones are from a run that
             was lost, and are removed.
 

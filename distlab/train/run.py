@@ -45,7 +45,7 @@ def train(
 
     Args:
         config: options of the run.
-        data: options of its data.
+        data: options that say which data to train on.
         context: context of this rank.
         folder: folder of the run. All ranks and machines see it, and no other run has it until the
             end.

@@ -91,7 +91,8 @@ def kind_of(path: str | Path) -> str:
             raise ValueError(_of_container(path, container.what, container.remedy))
     if head[TAR_MAGIC_AT:] in (b"ustar\x00", b"ustar "):
         raise ValueError(_of_container(path, "a tar archive", _UNPACK))
-    header_bytes = int.from_bytes(head[:8], "little")  # of safetensors, whose header is JSON
+    # A safetensors file begins with the length of its header, which is JSON.
+    header_bytes = int.from_bytes(head[:8], "little")
     if head[8:10] in (b'{"', b"{}") and 2 <= header_bytes <= size - 8:
         raise ValueError(_of_container(path, "a safetensors file", _EXPORT))
     suffix = path.suffix.lower()

@@ -98,7 +98,7 @@ def measure_groups(
 
     Args:
         config: options of the sweep.
-        groups: numbers of ranks, one for each group.
+        groups: number of ranks of each group. A group has the first ranks of the job.
         context: context of this rank in the whole job.
         run: run that takes the rows.
 
@@ -218,17 +218,19 @@ def _payload(record: Record) -> int:
 
 
 def with_fits(records: Records) -> list[Record]:
-    """Return the records with a fit after the times of each collective on each group.
+    """Return the records, with a fit after the rows of each collective on each number of ranks.
 
-    A fit carries its seconds and errors. Existing fits are made anew: `with_fits(read_json(path))`
-    updates an older sweep. Times of a payload that did not fit in memory are left out, and fewer
-    than two of them have no fit.
+    The fit is a row of its own, with the pieces, the latency and the largest error. Each row with
+    a time also gets the fitted time, `fit_ms`. Existing fits are made anew:
+    `with_fits(read_json(path))` updates an older sweep. A row whose payload did not fit in memory
+    is kept, but the fit does not use it. A collective that was timed with fewer than two payloads
+    gets no fit.
     """
     rows = [record for record in records if not record.variant.startswith(FIT)]
     found = []
     for group in grouped(rows, _collective_and_ranks).values():
-        seconds = {}  # of each payload
-        # A payload that occurs twice counts once.
+        # Payload in bytes → seconds. A payload that occurs twice counts once, with its last time.
+        seconds = {}
         for record in group:
             if _is_timed(record):
                 seconds[_payload(record)] = record.metrics["time_p50_ms"] / 1e3

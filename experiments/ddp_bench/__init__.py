@@ -154,7 +154,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
         explain_rows(rows, config, context, run, took_s)
     except BaseException:  # a signal as well
         if context.is_main:
-            run.show()  # what was measured, before the error
+            run.show()  # show the rows that were measured before the error ends the run
         raise
     on_main(context, run.show)
 
@@ -179,7 +179,8 @@ EXPERIMENT = Experiment(
             "compile": "blocks",
             "bucket_sizes_mb": (100.0,),
             "warmup": 2,
-            "steps": 6,  # in two rounds: building and compiling a row takes longer than its steps
+            # Two rounds suffice: building and compiling a row takes longer than its steps.
+            "steps": 6,
             "rounds": 2,
             "strategies": (
                 "local",

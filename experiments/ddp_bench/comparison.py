@@ -25,11 +25,11 @@ from distlab.report import (
 REFUSED = "refused"
 FAILED = "failed"
 WRONG = "WRONG"
-RIGHT = "right"  # a verdict that begins so: the row's gradients are those of one process
-NOISY_PCT = 10  # of a row, above which its noise is named as a reason for an open account
-IDLE_PCT = 10  # of local's step, above which the host is the bottleneck
-OVERHEAD_PCT = 10  # of a step, above which communication is in the way
-COVERED_PCT = 50  # of communication, below which it is not called hidden
+RIGHT = "right"  # beginning of a verdict: the row's gradients are those of one process
+NOISY_PCT = 10  # a row with more noise may be the reason for an open account
+IDLE_PCT = 10  # if the GPU idles for more of local's step, the host is the bottleneck
+OVERHEAD_PCT = 10  # if its overhead is more of a step, communication is in the way
+COVERED_PCT = 50  # if compute covers less of it, communication is not called hidden
 CAUSES = {
     "exposed communication": "overhead_exposed_ms",
     "slower compute": "overhead_slowdown_ms",

@@ -38,7 +38,7 @@ from experiments.ddp_bench.comparison import FAILED, REFUSED, RIGHT, WRONG, head
 if TYPE_CHECKING:
     from experiments.ddp_bench import DDPBenchConfig
 
-EXPLAINED_S = 20.0  # seconds that explaining may take, however short the rounds were
+EXPLAINED_S = 20.0  # time that explaining may always take, however short the rounds were
 # Smallest number of traced steps on a CPU, where one step may take twice as long as the next. The
 # one nearest to the untraced median is drawn.
 TRACED_ON_CPU = 5
@@ -221,8 +221,7 @@ def sent(
         return counted | {"sent_nothing": (recorder.count == 0 and should_send) or None}
     layout = variant.layout
     model = config.model()
-    # the part of rank 0, which is the one that is recorded
-    # Stages of a pipeline and shards of a head send different amounts.
+    # Stages of a pipeline and shards of a head send different amounts. Only rank 0 is recorded.
     part = rank_parts(model, layout, config.checkpointing, variant.micro_batches)[0]
     shard_size = variant.shard_size
     if variant.strategy.takes_mesh:

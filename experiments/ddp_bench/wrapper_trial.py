@@ -44,10 +44,9 @@ if TYPE_CHECKING:
 # Seconds for imports, building, compilation, the steps and the comparison, in addition to one
 # timeout of a collective.
 WORK_S = 180.0
-RESERVE_BYTES = (
-    2**29
-)  # of the free memory, left to other programs: this, or a tenth if that is more
-TOLD = "the wrapper "  # begins a line that a rank writes for rank 0 of the run
+# Free memory that is left to other programs: this, or a tenth of it if that is more.
+RESERVE_BYTES = 2**29
+TOLD = "the wrapper "  # beginning of a line that a rank writes for rank 0 of the run
 
 
 def try_wrappers(
@@ -199,8 +198,8 @@ def what_happened(failed: RanksFailed, written: str, ranks: int, timeout_s: floa
     """Say in a sentence without its subject, the wrapper, why the ranks did not come to a verdict.
 
     Args:
-        written: output of the ranks.
-        ranks: number of ranks.
+        written: text that the ranks have printed.
+        ranks: number of ranks that were started.
         timeout_s: seconds that a collective may take.
     """
     # The first failure is the cause. Later ones are ranks that it left waiting.

@@ -80,7 +80,7 @@ TEMPLATES = {
     "max_autotune_gemm_backends": "TRITON",
     "triton.enable_persistent_tma_matmul": True,
 }
-# on the profiler's list of the device
+# Beginnings of names that the profiler lists for the device, and that are not kernels.
 NO_KERNELS = ("Memcpy", "Memset", "Activity", "Lazy", "Optimizer.")
 # Dtype → largest error, relative to the largest value: that of sums, then of one rounding.
 TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 4e-2}
@@ -239,13 +239,14 @@ class Row:
         # of `exact`.
         self.upstream = upstream_of(result, direction)
         self.found: dict[str, dict[str, Any]] = {variant: {"status": "ok"} for variant in variants}
-        self.functions: dict[str, Function] = {}  # of those that were right
+        self.functions: dict[str, Function] = {}  # only of variants whose results were right
         self.captures = not case.operation.stateful  # an optimizer's steps are not captured
 
     def measure(self) -> dict[str, dict[str, Any]]:
         """Check and time all variants. Return variant → metrics."""
         if not {"compile", "template", "max-autotune", "torchao"}.isdisjoint(self.found):
-            # not between the two: captured graphs launch what either compiled
+            # Reset once, and not between variants: captured graphs launch kernels that earlier
+            # variants compiled.
             torch.compiler.reset()
         try:
             expected = exact(self.case, self.inputs, self.direction, self.upstream)
@@ -295,7 +296,7 @@ class Row:
         def once(variant: str) -> dict[str, list[float]]:
             prepared = ready(variant)
             found = {"time": [device_ms(prepared.call, counts[variant], device)]}
-            del prepared  # and its graph, where all do not fit
+            del prepared  # frees its graph, if the graphs do not all fit
             return found | (
                 call_ms(self._maker(self.functions[variant])(), 1) if device == "cuda" else {}
             )
@@ -327,7 +328,7 @@ class Row:
         with peak_memory(self.device) as memory:
             results = runner(function, fresh, self.direction, self.upstream)()
         metrics: dict[str, Any] = {"error": worst_error(results, expected)}
-        # inputs, results and what lies between, and nothing that lay there before
+        # Inputs, results and temporaries of this call, without memory that was in use before.
         if before is not None:
             metrics["peak_alloc_bytes"] = (
                 memory.peak_alloc_bytes - before + sum(t.nbytes for t in fresh)

@@ -49,7 +49,7 @@ def cases(small: bool = False) -> list["Case"]:
         small: True for the sizes of the smoke test, in fp32. Rows that become equal are merged.
     """
     table = [
-        # element-wise
+        # Element-wise operations.
         Case(name="add", make=add, shape=(8192, 8192), tiny=(4, 64), directions=("fwd",)),
         Case(name="gelu", make=gelu, shape=(8192, 11008), tiny=(4, 64)),
         Case(name="add_gelu", make=add_gelu, shape=(8192, 8192), tiny=(4, 64), directions=("fwd",)),
@@ -62,8 +62,8 @@ def cases(small: bool = False) -> list["Case"]:
             dtype="float32",
             directions=("fwd",),
         ),
-        # along rows: at a common size, and at one so large that starting and ending a kernel do
-        # not show
+        # Operations along rows: at a common size, and at one so large that starting and ending a
+        # kernel do not show.
         Case(name="weighted_sum", make=weighted_sum, shape=(8192, 4096), tiny=(4, 64)),
         Case(name="layer_norm", make=layer_norm, shape=(8192, 4096), tiny=(4, 64)),
         Case(name="rms_norm", make=rms_norm, shape=(8192, 4096), tiny=(4, 64)),
@@ -74,7 +74,7 @@ def cases(small: bool = False) -> list["Case"]:
             tiny=(4, 64),
             directions=("fwd",),
         ),
-        # left to Inductor, which tries more launch parameters if it is asked to
+        # These two have no kernel of ours. Inductor tries more launch parameters if asked to.
         Case(
             name="subtract_mean",
             make=subtract_mean,
@@ -96,7 +96,7 @@ def cases(small: bool = False) -> list["Case"]:
         Case(name="softmax", make=softmax, shape=(32768, 1024), tiny=(4, 64), dtype="float32"),
         Case(name="softmax", make=softmax, shape=(1024, 32768), tiny=(4, 2048)),
         Case(name="softmax", make=softmax_of_long_rows, shape=(256, 200000), tiny=(4, 12500)),
-        # norms with what precedes and follows them
+        # Norms with the operations before and after them.
         Case(name="add_rms_norm", make=add_rms_norm, shape=(8192, 4096), tiny=(4, 64)),
         Case(name="add_rms_norm_silu", make=add_rms_norm_silu, shape=(8192, 4096), tiny=(4, 64)),
         Case(
@@ -106,10 +106,10 @@ def cases(small: bool = False) -> list["Case"]:
             tiny=(4, 64),
             directions=("fwd",),
         ),
-        # parts of a Transformer
+        # Parts of a Transformer.
         Case(name="rope", make=rope, shape=(4, 32, 4096, 128), tiny=(2, 2, 8, 16)),
         Case(name="swiglu", make=swiglu, shape=(8192, 11008), tiny=(4, 64)),
-        # matmuls
+        # Matmuls.
         Case(
             name="matmul",
             make=matmul,

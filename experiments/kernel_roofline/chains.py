@@ -107,12 +107,12 @@ STEPS = {
     "softmax": Step(
         takes="", one=partial(F.softmax, dim=-1), naive=reference.softmax, pattern=ROWS, flops=5
     ),
-    # x over the sum of its row, for which torch has no single operator: two launches
+    # x over the sum of its row. torch has no single operator for it, so it takes two launches.
     "normalize": _plain("", _normalize)._replace(pattern=ROWS),
 }
 Chain = tuple[str, ...]
 CHAINS: tuple[Chain, ...] = (
-    # one kernel here
+    # Chains that are one kernel here.
     ("add", "rms_norm", "silu"),
     ("add", "layer_norm"),
     ("softmax", "scale", "bias"),
@@ -293,7 +293,7 @@ def accounting(
     """Return the traffic table of a chain: a row per step, then a row per form with its times.
 
     Args:
-        case: the chain.
+        case: the chain with its shape and dtype.
         rows: variant → its record.
         limits: rates of this run, see `device_times.ceilings`.
     """

@@ -224,6 +224,6 @@ def ceilings(device: str, repeat_ms: int) -> dict[str, float]:
     # A matmul of N × N takes 2·N³ FLOPs. Over ms, 1e9 makes it TFLOP/s.
     limits["cublas_tflop_per_s"] = 2 * size**3 / milliseconds(partial(torch.mm, a, b)) / 1e9
     square = torch.ones(64, 64, device=device, requires_grad=True)
-    # cuBLAS takes its workspaces now, and no row is charged for them
+    # cuBLAS allocates its workspaces now, so that they do not count as memory of a row.
     (square @ square).sum().backward()
     return limits

@@ -32,7 +32,7 @@ from distlab.report.style import BLUE, GREEN, INK, ORANGE, picture
 
 from .cases import NO_BACKWARD, VARIANTS
 
-PEERS = VARIANTS[1:-1]  # all but ours and a user's
+PEERS = VARIANTS[1:-1]  # all variants but ours and the user's own
 DIRECTIONS = {
     "fwd": ("o", BLUE, "forward"),
     "bwd": ("s", ORANGE, "backward"),
@@ -133,7 +133,7 @@ def yours(records: Sequence[Record]) -> list[str]:
             continue
         where = " ".join(operation_of(record))
         if NO_BACKWARD in record.metrics["status"]:
-            continue  # as its rows say, and no mistake
+            continue  # its rows say that there is no backward, which is not a mistake
         if not is_right(record):
             lines.append(f"Yours at {where}: {record.metrics['status']}.")
             continue
@@ -158,7 +158,7 @@ def _against_peers(records: Sequence[Record], how: str, ratio: str, clock: str) 
         clock: `time` or `wall`, the clock of this ratio.
     """
     found: dict[str, list[Record]] = {FASTER: [], SLOWER: [], UNCLEAR: []}
-    names = []  # of the rows that a peer wins
+    names = []  # names of the rows in which a peer is faster
     for row, rows in by_row(records).items():
         ours = rows.get("ours")
         peer = fastest_peer(list(rows.values()), clock)

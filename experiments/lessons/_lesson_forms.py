@@ -38,7 +38,8 @@ def variance_kernel(x_ptr, y_ptr, cols, FORM: tl.constexpr, BLOCK: tl.constexpr)
     """Compute y (rows) = the variance of each row of x (rows, cols), with a program per row."""
     x_ptr += tl.program_id(0).to(tl.int64) * cols
     at = tl.arange(0, BLOCK)
-    mean = tl.zeros([BLOCK], tl.float32)  # of what each lane has read, or the sum
+    # For each lane: the mean of the elements that it has read, or their sum.
+    mean = tl.zeros([BLOCK], tl.float32)
     square = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, cols, BLOCK):
         x = tl.load(x_ptr + start + at)
@@ -51,8 +52,8 @@ def variance_kernel(x_ptr, y_ptr, cols, FORM: tl.constexpr, BLOCK: tl.constexpr)
         else:
             mean += x
             square += x * x
-    # lanes have read equally many: what they differ by counts once for each element
     if FORM == "Welford":
+        # All lanes have read equally many elements, so the mean of their means is that of the row.
         whole = tl.sum(mean, 0) / BLOCK
         # The squares around the lanes' own means, plus what these means differ from the common one,
         # once for each of the cols // BLOCK elements of a lane.
@@ -80,7 +81,10 @@ def variance_kernel(x_ptr, y_ptr, cols, FORM: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def softmax_kernel(x_ptr, y_ptr, rows, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """Compute y = softmax of each row of x (rows, BLOCK). Programs take turns at the rows."""
+    """Compute y = softmax of each row of x (rows, BLOCK).
+
+    Of P programs, program p computes the rows p, p + P, p + 2·P and so on.
+    """
     # With several stages the next rows are loaded while this one is computed. With a program per
     # row the loop runs once.
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):

@@ -52,7 +52,7 @@ def busy_kernel(y_ptr, rounds, BLOCK: tl.constexpr):
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = at.to(tl.float32)
-    # else half of the instructions are the loop's
+    # Without unrolling, half of the instructions would be the loop's.
     for _ in tl.range(0, rounds, loop_unroll_factor=16):
         x = x * 0.5 + 1.0
     tl.store(y_ptr + at, x)

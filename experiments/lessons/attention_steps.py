@@ -65,12 +65,12 @@ TUNED = {
     64: _tuned(forward=Tile(64, 128), dkdv=FULL, dq=Tile(64, 128)),
     128: _tuned(forward=Tile(128, 64, 8), dkdv=Tile(32, 64), dq=Tile(128, 64, 8)),
 }
-# tiles of the backward in one pass, by head dim
+# Head dim → tile of the backward in one pass.
 ONE_PASS = {16: Tile(32, 32), 32: FULL, 64: FULL, 128: Tile(64, 64, 8)}
 NAIVE = "as in the formula"
 COMPILED = "compiled backward"
 OTHERS = {NAIVE: "naive", "shipped": "ours", "sdpa-flash": "sdpa-flash", "sdpa-cudnn": "sdpa-cudnn"}
-# of the largest value; a GPU's fp32 steps are TF32
+# Allowed error as a fraction of the largest value. On a GPU the fp32 steps compute in TF32.
 TOLERANCE = {"float32": 4e-3, "float16": 4e-3, "bfloat16": 4e-2}
 PASSES = ("fwd", "bwd", "fwd_bwd")
 Calls = Mapping[str, Callable[[], Any]]  # "fwd" and "bwd" of a variant → its call
@@ -174,7 +174,8 @@ def check(calls: Calls, shape: Shape, tensors: Sequence[Tensor]) -> Metrics:
     for result, expected in zip(results, exact(shape, *tensors), strict=True):
         # The exact result is computed for one head only, in float64. The last one is furthest from
         # the start of memory, so wrong offsets between heads show there.
-        last_head = result.flatten(0, -3)[-1:]  # of (H, T, D) or (1, H, T, D)
+        # The result is (H, T, D) or (1, H, T, D).
+        last_head = result.flatten(0, -3)[-1:]
         difference = (last_head.double() - expected).abs().max()
         apart.append((difference / expected.abs().max()).item())
     dtype = str(tensors[0].dtype).removeprefix("torch.")

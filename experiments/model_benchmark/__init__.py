@@ -132,7 +132,8 @@ def take_apart(config: BenchmarkConfig, trial: TrialConfig, context: RankContext
         if status != "ok":
             run.notice(f"{what} {name}: {status}")
         for view, rows in found.items():
-            for row, (variant, metrics) in enumerate(rows):  # of one kernel there may be several
+            # Several rows may have one variant, so each also gets a number.
+            for row, (variant, metrics) in enumerate(rows):
                 where = asdict(trial) | trial.facts(context) | {"label": label, "row": row}
                 run.part(view).add(f"{prefix(label)}{variant}", metrics, **where)
 

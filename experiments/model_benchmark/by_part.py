@@ -44,7 +44,7 @@ from experiments._traffic import TrafficLog
 from .trials import Rows, headline, label_of, ms_column, prefix
 
 INSIDE, REST = "distlab:in ", "loss and rest"
-# part → pattern of its ranges. The first match decides. A user's own model keeps its names, with a
+# Part → pattern of its ranges. The first match decides. A user's own model keeps its names, with a
 # star for every number.
 PARTS = (
     ("scores", r"/scores$"),
@@ -74,7 +74,7 @@ DRAWN = {  # kind of work in the picture → its parts; the rest are `other`
     "loss": ("head and loss", REST),
     "optimizer": ("optimizer",),
 }
-# one kernel each on a GPU, slower than their bytes
+# Norms of torch. Each is one kernel on a GPU, and takes longer than its bytes need.
 TORCHS_NORMS = ("_fused_rms_norm", "native_layer_norm")
 OF_TIME = "of_kernel_time_pct"
 Parts = Counter[tuple[str, str]]  # (phase, part) → ms, number or FLOPs

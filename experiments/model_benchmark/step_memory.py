@@ -197,7 +197,7 @@ MEMORY_VIEW = View(
 
 
 SAVED = "model_saved"
-# form of a block → how the blocks are compiled, and with which operations they run
+# Form of a block → value of `compile`, and the operations with which the blocks run.
 FORMS = {"eager": ("off", "torch"), "compiled": ("blocks", "torch"), "ours": ("off", "triton")}
 
 

@@ -93,7 +93,7 @@ class BenchmarkConfig(OwnModel, Swept):
                 "out"
             )
         if self.nvtx:
-            emitter("nvtx")  # refuses where there is no GPU
+            emitter("nvtx")  # raises if there is no GPU
 
     @classmethod
     def check_given(cls, given: dict[str, Any]) -> None:
@@ -135,7 +135,8 @@ def opened(context: RankContext, config: TrialConfig) -> Iterator[Trial]:
         # The next trial, with other shapes, must be compiled as in a process of its own.
         if config.compile != "off":
             torch.compiler.reset()
-        torch.cuda.empty_cache()  # for other processes on the GPU; does nothing without one
+        # Leave the memory to other processes on the GPU. Without a GPU this does nothing.
+        torch.cuda.empty_cache()
 
 
 def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[str, float]:

@@ -35,22 +35,26 @@ from experiments._own_model import simulated
 
 from .question import PlanConfig, place_of
 
-PER_STRATEGY = 2  # of each strategy, group and recomputation, the fastest micro-batches
+# Each strategy with its group and recomputation has rows for its 2 fastest micro-batches.
+PER_STRATEGY = 2
 # Micro-batches of a series that are timed: those of a pipeline, or the few largest, of which the
 # fastest is one.
 CANDIDATES = max(PER_STRATEGY, MOST_MICRO_BATCHES)
 NOTHING_FITS = {"predicted_step_ms": None, "limited_by": "memory"}
-HOST_SHARE = 0.75  # of a step that the host takes: beyond it a slower one decides
-PARTS = {  # of a step, and the metric of each
+# If the host takes more than this fraction of a step, a slower host would decide the step's time.
+HOST_SHARE = 0.75
+# Part of a step → its metric, without the unit.
+PARTS = {
     "compute": "compute",
     "memory bandwidth": "memory_bandwidth",
     "overhead of communication": "communication",
     "waiting for the host": "host",
     "optimizer": "optimizer",
 }
-STATE_BYTES = 12  # of a checkpoint per parameter: fp32 parameters and AdamW's two moments
-NODE_WRITES = 2e9  # bytes per second of a checkpoint
-RESTART_S = 600.0  # from a failure to the first new step
+# Bytes of a checkpoint per parameter: the parameter and AdamW's two moments, in fp32.
+STATE_BYTES = 12
+NODE_WRITES = 2e9  # bytes of a checkpoint that a node writes per second
+RESTART_S = 600.0  # time from a failure to the first new step
 
 
 def measure_choices(config: PlanConfig, run: Run) -> None:
@@ -96,7 +100,7 @@ def search(config: PlanConfig, layout: Layout, machine: Machine) -> list[tuple[C
         return _memory(config, choice, ranks)
 
     def needed(choice: Choice) -> Metrics:
-        # which takes the same at every size
+        # The size of the buckets does not change the memory. One size for all lets the cache hit.
         return memory_of(replace(choice, bucket_size_mb=BUCKET_SIZES_MB[0]))
 
     def peak_of(choice: Choice) -> float:
@@ -209,7 +213,7 @@ def _fastest(
     once.
     """
     shape, (_, ranks) = config.shape(), config.fleet()
-    # seconds, a number that breaks ties, what is left
+    # Estimated seconds, a number that breaks ties, and the choices of a series that are left.
     waiting: list[tuple[float, int, Sequence[Choice]]] = []
     numbers = count()
 
@@ -296,7 +300,8 @@ def _time_of_own(config: PlanConfig, choice: Choice, machine: Machine) -> Metric
     optimizer_s = sum(
         machine.device.seconds(op) for op in step.operators if op.phase == "optimizer"
     )
-    compute_s = sum(map(machine.device.seconds, step.operators)) - optimizer_s  # of a micro-batch
+    # Seconds of forward and backward of one micro-batch.
+    compute_s = sum(map(machine.device.seconds, step.operators)) - optimizer_s
     flops = sum(op.flops for op in step.operators) * steps
     matmuls = min(flops / machine.device.flops_per_s, steps * compute_s)
     # Only the last micro-batch communicates. The others compute.
@@ -414,13 +419,19 @@ def _way(record: Record) -> tuple:
 
 
 def _reasons(best: Record, records: Records) -> str:
-    """Explain why less recomputation or whole parameters do not fit, by the memory they need."""
+    """Return a sentence about the memory of a simpler choice that does not fit, or nothing.
+
+    It is about less recomputation with the same strategy and layout. If that fits or was not tried,
+    it is about whole parameters on every GPU, for a best choice that shards them.
+    """
     same = [
         r
         for r in records
         if _way(r) == _way(best) and r.config["recompute"] != best.config["recompute"]
     ]
-    lighter = [r for r in same if not r.metrics["fits"]]  # what does not fit recomputes less
+    # A row that does not fit has the smallest micro-batch. So it needs more memory than `best`
+    # because it recomputes less.
+    lighter = [r for r in same if not r.metrics["fits"]]
     if lighter:
         needed = min(map(peak_bytes, lighter))
         return f" Less recomputation takes {needed / 2**30:.0f} GiB and does not fit."

@@ -18,8 +18,10 @@ from distlab.theory.step_time import sharding_group
 from distlab.train.memory_budget import stages_of
 from distlab.train.step import OPTIMIZERS
 
-WIDEST = 8  # ranks along an axis that is offered
-MOST_RANKS = 2**20  # simulated: the lists of a group's ranks take seconds and gigabytes beyond them
+WIDEST = 8  # largest number of ranks along an axis of a layout that was not asked for
+# Largest number of simulated ranks. With more, the lists of a group's ranks take seconds and
+# gigabytes.
+MOST_RANKS = 2**20
 
 # The three modes, by the words of their commands.
 PLAN, SWEEP, TIMELINE = "plan", "plan --sweep", "plan --timeline"
@@ -297,9 +299,10 @@ class PlanConfig(MachineOptions):
         return sharding_group(entry, ranks, devices_per_node, self.shard_group)
 
     def offered(self) -> list[Layout]:
-        """Return the layouts that were asked for, or those that model, batch and cluster can take.
+        """Return the layouts that were asked for, else all that model, batch and cluster can take.
 
-        Their axes are powers of two. A further axis is one more factor here.
+        The latter have 1, 2, 4 or 8 ranks along each axis. A user's model is not shared among
+        ranks: it has 1 rank along each.
         """
         if self.layouts:
             return [Layout.parse(text) for text in self.layouts]

@@ -25,7 +25,8 @@ from distlab.simulate.estimate import estimate_step
 from .question import PlanConfig, place_of
 
 KINDS = ("weak", "strong")
-STOPS_AT = 90.0  # per cent of the first point's tokens per second and rank
+# Scaling ends below this share, in %, of the first point's tokens per second and rank.
+STOPS_AT = 90.0
 
 
 def measure_scaling(config: PlanConfig, run: Run) -> None:

@@ -41,7 +41,7 @@ def _llama(
     """Return a run of torchtitan's Llama 3.1 8B.
 
     Args:
-        name: name of the row.
+        name: text that names the row in the table.
         source: publication.
         gpus: number of GPUs.
         compiled: True if blocks were compiled.

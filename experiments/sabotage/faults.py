@@ -273,7 +273,7 @@ class ClipsItsOwnPart(BucketedDDP):
 
 # -- tensor and context parallelism ----------------------------------------------------------------
 
-# the functions as they are, before a mistake replaces them
+# The original functions. A mistake replaces them in their modules.
 vocabulary_cross_entropy = tensor_parallel.vocabulary_cross_entropy
 merge = context_parallel._merge
 

@@ -19,7 +19,8 @@ from ..cost import Cost
 from . import ops, tiled
 from .options import DTYPES, check_call, check_documents, document_bounds, is_deterministic
 
-_NO_GRADIENTS = [None] * 9  # of the options, from is_causal to return_lse
+# The options, from is_causal to return_lse, have no gradients.
+_NO_GRADIENTS = [None] * 9
 
 
 class FlashAttention2(Function):

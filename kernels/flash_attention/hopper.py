@@ -109,7 +109,7 @@ def serves(
     Args:
         direction: "forward" or "backward".
         q, k, v: (B, H, T, D) tensors with contiguous rows.
-        problem: the call.
+        problem: masks, scale and precision of the call.
         more: the other tensors that TMA reads or writes, of the same form.
     """
     if q.shape[-1] not in HEAD_DIMS or q.dtype not in DTYPES:
@@ -368,7 +368,7 @@ def launch_backward(
         dq_sum = torch.empty(sum_shape, dtype=torch.float32, device=q.device)
     saved = launch_delta(q, k, v, o, lse, do, dq_sum, dlse)
 
-    queries = 128 if columns == 64 else 64  # of a tile
+    queries = 128 if columns == 64 else 64  # queries of a tile
     rows = [
         _descriptor(q, queries),
         _descriptor(k, 64),

@@ -327,7 +327,7 @@ def _step(
     KEYS: gl.constexpr = k.tiles.shape[1]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     zeros = gl.zeros([QUERIES, KEYS], gl.float32, S_LAYOUT)
-    k.wait_full(j)  # and V of the tile before, which arrives at the same barrier
+    k.wait_full(j)  # waits also for V of the tile before, which arrives at the same barrier
     order("sync", W)
     s = warpgroup_mma(q_tile, k.tile(j).permute((1, 0)), zeros, use_acc=False, is_async=True)
     if not FIRST:

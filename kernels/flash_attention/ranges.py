@@ -93,7 +93,7 @@ def variant(
     """Return the variant of a kernel to launch.
 
     Args:
-        problem: the call.
+        problem: masks, scale and precision of the call.
         tile: tile shapes of the launch.
         head_dim: D.
         other_count: number of rows of the other sequence.

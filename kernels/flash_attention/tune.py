@@ -51,7 +51,7 @@ HALF_GRID = Grid(
 FP32_GRID = Grid(own=(16, 32, 64), other=(16, 32, 64), warps=(2, 4, 8), stages=(2,), tma=(False,))
 BF16X6_GRID = Grid(own=(64, 128), other=(32, 64), warps=(4, 8), stages=(1, 2, 3), tma=(False,))
 FINALISTS = 4  # tiles that are timed again
-ROUNDS = 5  # how often
+ROUNDS = 5  # times that each finalist is timed again
 # By bytes of an element: a tile that fits every head dim, and by how much the results of other
 # tiles may differ from its results, relative to their RMS.
 FIRST_GUESS = {2: (Tile(64, 32, 4, 2), 3e-2), 4: (Tile(32, 16, 4, 1), 1e-4)}
@@ -61,8 +61,9 @@ device_ms = partial(do_bench_cudagraph, rep=10, return_mode="median")
 def candidates(kernel: str, itemsize: int, precision: str) -> list[Tile]:
     """Return the tiles to try.
 
-    Two kinds are left out. With "bf16x6" a program must have whole warpgroups, 4 warps for 64 rows.
-    For fp32 tiles with 16 rows and 8 warps, Triton 3.6 makes illegal accesses on Hopper.
+    With "bf16x6" only tiles of whole warpgroups are kept: 4 warps for every 64 rows that a program
+    owns. In fp32, 8 warps are left out where either side of the tile is 16, because Triton 3.6
+    then makes illegal accesses on Hopper.
 
     Args:
         kernel: field of `configs.Choice`.
@@ -93,7 +94,7 @@ def launches(q: Tensor, problem: Problem) -> dict[str, tuple[Callable, list[Tens
 
     Args:
         q: queries (B, H, T, D). The other tensors are random ones of its shape.
-        problem: the call.
+        problem: masks, scale and precision of the call.
     """
     k, v, o, do, dq, dk, dv = [torch.randn_like(q) for _ in range(7)]
     lse = torch.empty(q.shape[:-1], device=q.device)
@@ -156,9 +157,9 @@ def line(key: Key, shape: str, tiles: Sequence[Tile], times: Sequence[float]) ->
     """Return the line of tiles.csv for one key.
 
     Args:
-        key: the key.
+        key: facts of a call by which tiles are looked up.
         shape: shape that was timed, such as "1x1x4096x64".
-        tiles: tiles of the three kernels.
+        tiles: fastest tile of each of the three kernels.
         times: their milliseconds.
     """
     fields = [str(value) for value in astuple(key)]

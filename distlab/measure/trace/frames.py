@@ -75,7 +75,7 @@ class Frames:
     """Python frames of the threads that launch work.
 
     Args:
-        names: names of functions.
+        names: names of functions, each once.
         name: index in `names`, for each frame.
         start_ms, end_ms: ms at which each frame begins and ends.
     """

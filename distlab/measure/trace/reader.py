@@ -150,7 +150,7 @@ class Trace:
     """Content of one trace file.
 
     Attributes:
-        path: path of the file.
+        path: path of the file that was read.
         events: events of the four kinds, by start.
         host: spans of the host, by start.
         on_gpu: True if the trace has kernels of a GPU.

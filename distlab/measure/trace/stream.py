@@ -98,7 +98,7 @@ def entries(
     """Yield the events of a torch.profiler trace (``.json`` or ``.json.gz``), in the file's order.
 
     Args:
-        path: path of the file.
+        path: path of the trace.
         progress: function that receives a sentence after every few MB.
         about: dictionary that receives the other keys of the file, such as ``distributedInfo``, and
             True for ``traceEvents``. It is complete after the last event.

@@ -48,7 +48,8 @@ from distlab.theory.memory.states import (
 )
 from distlab.theory.model_shape import ModelShape
 
-BLOCKS_SEEN = 128  # with twice as many blocks or more, the walk looks at one block in several
+# With at least twice this number of blocks, the walk looks only at some of the blocks.
+BLOCKS_SEEN = 128
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def step_memory(
             f"checkpointing={checkpointing}: one of {', '.join(kept.kept)} "
             f"for each of {shape.num_layers} blocks"
         )
-    layers = -(-shape.num_layers // shape.stages)  # of the largest stage
+    layers = -(-shape.num_layers // shape.stages)  # blocks of the largest stage
     numbers = OPTIMIZERS[optimizer]
     # Muon keeps fewer numbers of a block's matrix than of an embedding. The walk needs one average.
     share_of_matrices = shape.num_layers * shape.block_matrices / shape.num_parameters
@@ -235,7 +236,7 @@ def zero_paper_bytes(num_parameters: float, world_size: int, stage: int) -> floa
         raise ValueError(
             f"num_parameters={num_parameters}, world_size={world_size}: must be positive"
         )
-    # bytes per parameter; a stage also divides what the stages before it divide
+    # Bytes per parameter. Each stage of ZeRO also divides what the stages before it divide.
     parameters = 2 / world_size if stage >= 3 else 2
     gradients = 2 / world_size if stage >= 2 else 2
     optimizer_state = 12 / world_size if stage >= 1 else 12

@@ -25,7 +25,7 @@ from .lesson_bench import CHECKED_ROUNDS, Bench, checked
 
 STRIDES = (1, 2, 4, 8, 16, 32)
 PHASES = (32, 16, 8, 4, 2, 1)
-# name → lanes that take the same branch, and number of branches
+# Name → number of neighbouring lanes that take the same branch, and number of branches.
 BRANCHES = {
     "one branch": (WARP, 1),
     "four, by warp": (WARP, 4),
@@ -33,7 +33,7 @@ BRANCHES = {
     "two, by lane": (1, 2),
     "four, by lane": (1, 4),
 }
-SIDE = 32  # words, of the tile that goes through shared memory
+SIDE = 32  # words of a side of the tile that goes through shared memory
 BLOCK = 1024  # one element for each of 32 warps' lanes
 L2_SPAN = 2**21  # fp32 elements that the L2 of any data-centre GPU keeps
 ACCESS = 64  # bytes: two sectors, the least that HBM3 gives
@@ -51,7 +51,7 @@ def strides(bench: Bench) -> None:
     x = torch.arange(count * max(STRIDES) + BLOCK, device=bench.device, dtype=torch.int32)
     y = torch.empty(count, device=bench.device, dtype=torch.int32)
 
-    # eight elements per thread: enough bytes under way at stride 1
+    # Eight elements per thread, so that enough bytes are under way at stride 1.
     def run(_: int, stride: int, offset: int) -> None:
         launch(strided_kernel, (count // BLOCK,), x, y, stride, offset, BLOCK=BLOCK, num_warps=4)
 
@@ -270,9 +270,10 @@ def element_wise(bench: Bench) -> None:
             resident = occupancy(
                 bench.spec, 32 * warps, max(1, used["registers"]), used["shared_bytes"]
             ).blocks
-            # cp.async copies 4 bytes or more
+            # cp.async copies at least 4 bytes per thread, so smaller tiles are not loaded ahead.
             ahead = stages - 1 if block * x.element_size() >= 4 * 32 * warps else 1
-            loads = 2 * x.element_size() * block * max(1, ahead)  # of one program
+            # Bytes that one program has under way, of two inputs.
+            loads = 2 * x.element_size() * block * max(1, ahead)
             flying = loads * min(programs, resident * sms)
             known = {
                 "registers": used["registers"],

@@ -14,9 +14,9 @@ from distlab.measure import attempt, device_percentiles
 from kernels._compile import resources
 from kernels._dispatch import compile_only, interpreted, multiprocessors
 
-CHECKED_ROUNDS = 5  # after more of them every element is 2
+CHECKED_ROUNDS = 5  # with many more rounds every element is 2, whatever the kernel does
 EXACT = 1e-5  # tolerance of an effect's kernel, in fp32
-# tolerance of a form, over the largest value
+# Allowed error of a form of a kernel, relative to the largest value.
 ROUNDED = {torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 

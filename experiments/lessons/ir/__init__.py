@@ -97,7 +97,7 @@ def compile_module(module: str, capability: int) -> tuple[list[Compiled], str | 
     with compile_for(capability) as found:
         try:
             MODULES[module]()
-        except Exception as error:  # on older GPUs there are no descriptors
+        except Exception as error:  # for example, an older GPU has no tensor descriptors
             problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:80]}"
     return [described(module, kernel, capability) for kernel in found], problem
 
@@ -131,7 +131,7 @@ def described(module: str, kernel: Any, capability: int) -> Compiled:
     metrics |= {f"{stage}_lines": text.count("\n") for stage, text in stages.items()}
     ptx = stages["ptx"]
     metrics["matmul"] = ""
-    for instruction in ("mma.sync", "wgmma.mma_async"):  # the latter wins if there are both
+    for instruction in ("mma.sync", "wgmma.mma_async"):  # if both occur, wgmma is noted
         if instruction in ptx:
             metrics["matmul"] = instruction
     metrics["wide_loads"] = len(re.findall(r"ld\.global[\w.:]*\.v4|cp\.async\.c[ag]", ptx))
@@ -139,7 +139,7 @@ def described(module: str, kernel: Any, capability: int) -> Compiled:
     constants = {}
     for path, value in kernel.src.constants.items():
         name = kernel.src.fn.arg_names[path[0]]
-        if name.isupper():  # in our kernels, a constexpr
+        if name.isupper():  # our kernels write the names of their constexprs in capitals
             constants[name] = value
     return Compiled(
         name=f"{module}.{kernel.metadata.name}",

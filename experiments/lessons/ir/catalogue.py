@@ -158,7 +158,7 @@ def _matmul() -> None:
     for left, right in ((a, a), (a.T, a), (a, a.T)):
         matmul.launch_persistent(left, right, w, a, "gelu")
     matmul.launch_persistent(e(512, 512), e(512, 512), None, e(512, 512), None)
-    # the matmul that a gradient in fp16 starts from
+    # The first matmul of a gradient in fp16.
     matmul.launch_persistent(half, half, None, f, None)
     matmul.launch_persistent(half[:512], half[:, :512], None, e(512, 512, dtype=F), None)
 
