@@ -100,7 +100,7 @@ def test_what_a_wrapped_module_refuses(context):
     with pytest.raises(ValueError, match=r"'0.bias' is missing"):
         fsdp.load_full_params({"0.weight": full["0.weight"], "2.weight": full["2.weight"]})
     with pytest.raises(
-        ValueError, match=r"'0.weight' has shape \(4, 4\); the model's has shape \(3, 4\)"
+        ValueError, match=r"'0.weight' has shape \(4, 4\); that of the model has shape \(3, 4\)"
     ):
         fsdp.load_full_params({**full, "0.weight": torch.zeros(4, 4)})
 

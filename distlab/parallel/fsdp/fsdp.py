@@ -388,12 +388,13 @@ class FSDP(checks.StaysAsWrapped, ParallelModel):
             needed = tuple(entry.parameter.shape)
             if name not in parameters:
                 raise ValueError(
-                    f"load_full_params: '{name}' is missing; the model's has shape {needed}"
+                    f"load_full_params: '{name}' is missing; that of the model has shape {needed}"
                 )
             given = tuple(getattr(parameters[name], "shape", ()))
             if given != needed:
                 raise ValueError(
-                    f"load_full_params: '{name}' has shape {given}; the model's has shape {needed}"
+                    f"load_full_params: '{name}' has shape {given}; that of the model has shape "
+                    f"{needed}"
                 )
             load(parameters[name])
 
