@@ -113,7 +113,7 @@ def step_memory(
             head, which makes the gradients in the forward. None: the head returns all logits.
         optimizer: name of an optimizer, an entry of `states.OPTIMIZERS`.
         accumulates: True for several micro-batches without synchronisation. FSDP then keeps full
-            gradients in fp32.
+            gradients in fp32, hybrid sharding those of this rank's shards.
         fused: True if blocks are compiled, or run as fused kernels. They keep a little less
             (`block_activations`).
         compiled: True if they are compiled (`activations`).
@@ -173,7 +173,7 @@ def step_memory(
     )
     resident = held.resident(setting)
     states = replace(resident, optimizer_state=held.optimizer_state(setting))
-    if accumulates and setting.shards_parameters:
+    if accumulates and setting.shards_parameters and not setting.accumulates_shards:
         # Full gradients of FSDP's earlier micro-batches. They stay throughout, as buckets do.
         states = replace(states, buckets=FP32 * shape.num_parameters)
     moments = []
