@@ -409,7 +409,11 @@ def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown
     in_flight = 0
     if setting.shards_parameters:
         # The gradients of the unit before are being sent, from an fp32 buffer.
-        in_flight = FP32 * (setting.embedding_buffer if is_last_block else buffer)
+        sent = setting.embedding_buffer if is_last_block else buffer
+        in_flight = FP32 * sent
+        if setting.accumulates_shards:
+            # They arrive next to the sum that they are added to.
+            in_flight += FP32 * (sent // setting.world_size)
     largest_gradient = held.weight_gradient(setting, max(shape.matrices_per_block))
     of_block = held.buckets_in_backward(setting, done, shape.block_parameters)
     inside = replace(
