@@ -173,7 +173,7 @@ def step_memory(
     )
     resident = held.resident(setting)
     states = replace(resident, optimizer_state=held.optimizer_state(setting))
-    if accumulates and setting.shards_parameters and not setting.accumulates_shards:
+    if accumulates and setting.shards_parameters and not setting.sums_are_sharded:
         # Full gradients of FSDP's earlier micro-batches. They stay throughout, as buckets do.
         states = replace(states, buckets=FP32 * shape.num_parameters)
     moments = []
@@ -411,7 +411,7 @@ def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown
         # The gradients of the unit before are being sent, from an fp32 buffer.
         sent = setting.embedding_buffer if is_last_block else buffer
         in_flight = FP32 * sent
-        if setting.accumulates_shards:
+        if setting.sums_are_sharded:
             # They arrive next to the sum that they are added to.
             in_flight += FP32 * (sent // setting.world_size)
     largest_gradient = held.weight_gradient(setting, max(shape.matrices_per_block))
