@@ -79,7 +79,8 @@ class ParallelModel(nn.Module, ABC):
         """Accumulate locally the gradients of backward passes inside.
 
         The next backward outside sends the sum. Sharded strategies keep full gradients for it, as
-        large as their masters.
+        large as their masters. FSDP with a mesh keeps shards: it reduce-scatters inside the shard
+        group, and the next backward outside sends their sum to the replicas.
         """
         before = self._accumulates
         self._set_accumulates(True)

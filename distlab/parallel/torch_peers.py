@@ -179,6 +179,7 @@ class TorchFSDP2(ParallelModel):
         self.replicas = groups.replicas
         self._moved = moved or {}
         self._contexts = contexts or ExitStack()
+        self._on_mesh = mesh is not None
         collectives.broadcast_all(
             [local_part(tensor) for tensor in (*module.parameters(), *module.buffers())],
             self.process_group,
@@ -202,7 +203,11 @@ class TorchFSDP2(ParallelModel):
 
     def _set_accumulates(self, accumulates: bool) -> None:
         super()._set_accumulates(accumulates)
-        self.module.set_requires_gradient_sync(not accumulates)
+        if self._on_mesh:
+            # As `FSDP` does: gradients are reduce-scattered, and not averaged between replicas.
+            self.module.set_requires_all_reduce(not accumulates)
+        else:
+            self.module.set_requires_gradient_sync(not accumulates)
 
     def shards(self) -> list[Shard]:
         """Return the DTensors that the optimizer steps.

@@ -38,6 +38,7 @@ from distlab.precision import DTYPES
 from distlab.simulate.calibrate import HOP_S, LAUNCH_S
 from distlab.simulate.timeline import DeviceModel, Machine
 from distlab.theory.axes import micro_batch_volumes, pipeline_volume
+from distlab.theory.forms import reductions_per_step
 from distlab.theory.memory.activations import FP32, Precision, precision_of
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.muon import BF16
@@ -525,7 +526,7 @@ def messages(
         calls=volume.collectives,
         buckets=len(buckets),
         units=shape.num_layers * buffers_of_block + shape.vocabularies,
-        reductions=micro_batches if strategy.frees_gradients else 1,
+        reductions=reductions_per_step(strategy, micro_batches),
     )
 
 

@@ -24,3 +24,17 @@ class Form(Protocol):
     frees_gradients: bool
     takes_mesh: bool
     is_peer: bool
+
+
+def reductions_per_step(strategy: Form, micro_batches: int) -> int:
+    """Return the number of times that a strategy reduces gradients, or reduce-scatters them.
+
+    It is once per step if the earlier micro-batches add to full gradients, without communication.
+    ZeRO-2 and hybrid sharding keep shards only, so they reduce-scatter in each micro-batch.
+
+    Args:
+        strategy: entry of the strategy.
+        micro_batches: number of micro-batches of a step.
+    """
+    is_hybrid = strategy.sends == "units" and strategy.takes_mesh
+    return micro_batches if strategy.frees_gradients or is_hybrid else 1

@@ -150,8 +150,8 @@ class Messages:
         calls: number of collectives of the strategy, as `distlab.theory.volume` counts them.
         buckets: number of buckets.
         units: number of FSDP's units.
-        reductions: number of times that gradients are sent: once, or under ZeRO-2 for each
-            micro-batch.
+        reductions: number of times that gradients are sent: once, or under ZeRO-2 and hybrid
+            sharding for each micro-batch.
     """
 
     gradient_bytes: float
@@ -227,7 +227,8 @@ def step_time(
         ranks: number of ranks, N.
         contention: rates p and q.
         micro_batches: number accumulated. DDP strategies and ZeRO-1 communicate only during the
-            last one's backward, FSDP gathers in each, and ZeRO-2 reduces in each.
+            last one's backward, FSDP gathers in each, ZeRO-2 reduces in each, and hybrid sharding
+            does both.
         group: number of ranks that share a copy of the parameters, with a mesh. Default: a node.
 
     Raises:
@@ -262,31 +263,39 @@ def _time_of_units(
     """Return the time of a step that gathers parameters unit by unit: FSDP, and HSDP.
 
     Every micro-batch gathers in forward and in backward. Only the last one's backward also
-    reduce-scatters gradients. HSDP shards inside a group, and all-reduces the shards' gradients
-    between the groups.
+    reduce-scatters gradients. HSDP shards inside a group, where every backward reduce-scatters. The
+    last one's also all-reduces the shards' gradients between the groups.
     """
     units = messages.units
     is_hybrid = group < ranks
     gather_s = network.seconds(messages.parameter_bytes, group, units, "all_gather")
     scatter_s = network.seconds(messages.gradient_bytes, group, units, "reduce_scatter")
+    last_scatter_s = scatter_s
     if is_hybrid:
         shard_bytes = messages.gradient_bytes / group
         # Ranks with the same shard are `group` ranks apart, and all `group` of them send at once.
         between_groups = network.across(group)
-        scatter_s += between_groups.seconds(shard_bytes, ranks // group, units)
+        last_scatter_s += between_groups.seconds(shard_bytes, ranks // group, units)
     forward_s = compute.forward / micro_batches
     backward_s = compute.backward / micro_batches
-    # No computation covers the first gather of a forward and the last reduce-scatter of the step.
+    # Reduce-scatters of a micro-batch that is not the last: none, unless each has them.
+    earlier_scatter_s = scatter_s if messages.reductions > 1 else 0.0
+    earlier_backwards = micro_batches - 1
+    # No computation covers the first gather of a forward and the last reduce-scatter of a backward.
     in_forward = _overhead(forward_s, gather_s, gather_s / units, contention)
-    in_backward = _overhead(backward_s, gather_s, 0.0, contention)
-    in_last_backward = _overhead(backward_s, gather_s + scatter_s, scatter_s / units, contention)
+    in_backward = _overhead(
+        backward_s, gather_s + earlier_scatter_s, earlier_scatter_s / units, contention
+    )
+    in_last_backward = _overhead(
+        backward_s, gather_s + last_scatter_s, last_scatter_s / units, contention
+    )
     return StepTime(
         compute=compute.forward + compute.backward,
         optimizer=compute.optimizer / group,
-        overhead=(
-            micro_batches * in_forward + (micro_batches - 1) * in_backward + in_last_backward
+        overhead=(micro_batches * in_forward + earlier_backwards * in_backward + in_last_backward),
+        communication=(
+            2 * micro_batches * gather_s + earlier_backwards * earlier_scatter_s + last_scatter_s
         ),
-        communication=2 * micro_batches * gather_s + scatter_s,
         calls=messages.calls,
     )
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distlab.theory.checks import at_least_one
-from distlab.theory.forms import Form
+from distlab.theory.forms import Form, reductions_per_step
 from distlab.theory.step_time import DEVICES_PER_NODE, sharding_group
 
 MIB = 2**20
@@ -87,7 +87,8 @@ def step_volume(
         units, shapes, compute_itemsize: arguments of `fsdp`, which has no closed form without
             units.
         micro_batches: number of micro-batches that are accumulated in a step without a pipeline.
-            FSDP gathers for each of them, and ZeRO-2 sends the gradients of each.
+            FSDP gathers for each of them. ZeRO-2 and hybrid sharding reduce-scatter the gradients
+            of each.
 
     Raises:
         ValueError: as in `each_gradient`. Also a `shard_size` that does not divide the ranks.
@@ -114,6 +115,7 @@ def step_volume(
             replicas=replicas,
             compute_itemsize=compute_itemsize,
             micro_batches=micro_batches,
+            reductions=reductions_per_step(strategy, micro_batches),
             shapes=shapes,
             dtypes=dtypes,
         )
@@ -130,7 +132,7 @@ def step_volume(
             itemsizes,
             bucket_size_mb,
             world_size=world_size,
-            reductions=micro_batches if strategy.frees_gradients else 1,
+            reductions=reductions_per_step(strategy, micro_batches),
             dtypes=dtypes,
         )
     if strategy.updates == "owned":
@@ -465,6 +467,7 @@ def fsdp(
     replicas: int = 1,
     compute_itemsize: int,
     micro_batches: int = 1,
+    reductions: int = 1,
     shapes: Sequence[Sizes] | None = None,
     dtypes: Labels | None = None,
 ) -> CommunicationVolume:
@@ -479,9 +482,9 @@ def fsdp(
     bytes per element, reductions the masters' `itemsizes`. Replicated parameters (norms, biases)
     are sent in one all-reduce with a flag each. For U buffers: 3·U + 1 calls.
 
-    Hybrid sharding all-reduces each buffer's slice between the replicas: U calls more. Every
-    further micro-batch of a step gathers again, and only the last one's backward sends gradients:
-    2·U calls more for each.
+    Every further micro-batch of a step gathers again, 2·U calls more, and only the last one's
+    backward sends gradients. In hybrid sharding every one also reduce-scatters, 3·U calls more.
+    Once per step, the replicas all-reduce each buffer's slice: U calls more.
 
     Args:
         numels: elements of each parameter.
@@ -492,6 +495,7 @@ def fsdp(
         replicas: number of replicas of a shard group, in hybrid sharding.
         compute_itemsize: bytes per element in which parameters are sent.
         micro_batches: number of micro-batches accumulated in a step.
+        reductions: number of micro-batches of a step that reduce-scatter gradients.
         shapes: shape of each parameter, in row-major order. None: one column, which may be cut
             anywhere.
         dtypes: labels that tell the gradients' dtypes apart. None: their sizes do.
@@ -514,18 +518,18 @@ def fsdp(
     buffers = []  # elements of each
     for unit_shapes in shapes_of_unit.values():
         buffers += sharded_buffers(unit_shapes, world_size)
-    at_least_one(replicas=replicas, micro_batches=micro_batches)
+    at_least_one(replicas=replicas, micro_batches=micro_batches, reductions=reductions)
     buffer_elements = sum(buffers)
     master_itemsize = max(itemsizes, default=4)
 
-    calls = 3 * len(buffers)
-    # Each further micro-batch gathers in forward and in backward, and sends no gradients.
-    calls += 2 * (micro_batches - 1) * len(buffers)
+    # Each micro-batch gathers in forward and in backward.
+    calls = (2 * micro_batches + reductions) * len(buffers)
     gathered_bytes = 2 * micro_batches * buffer_elements * compute_itemsize
-    reduced_bytes = buffer_elements * master_itemsize
+    reduced_bytes = reductions * buffer_elements * master_itemsize
     if replicas > 1:
         calls += len(buffers)
-        # Replicas average their slices of a buffer, of which each rank has 1/world_size.
+        # Once per step, replicas average their slices of a buffer, of which each rank has
+        # 1/world_size.
         reduced_bytes += buffer_elements // world_size * master_itemsize
     if replicated:
         calls += 1

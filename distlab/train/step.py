@@ -2,7 +2,8 @@
 
 zero_grad ─ [micro-batch]×k ─ finish_gradient_synchronization ─ (clip, check) ─ optimizer.step
              the first k−1 under no_sync(): one synchronisation per optimizer step
-             (where gradients are freed, each finishes: memory is saved, and more is sent)
+             (where gradients are freed, each finishes: memory is saved, and more is sent.
+             Under hybrid sharding each reduce-scatters, and replicas synchronise once)
 """
 
 from collections.abc import Callable, Sequence
@@ -195,8 +196,8 @@ class TrainStep:
         count: Tensor | None = None
         for number, batch in enumerate(micro_batches):
             is_last = number == len(micro_batches) - 1
-            # Only the last backward sends gradients. Those before add to them locally, unless that
-            # would keep full gradients which the strategy can do without.
+            # Only the last backward sends gradients to all ranks. Those before add to them locally,
+            # unless that would keep full gradients which the strategy can do without.
             adds_locally = not is_last and not self.model.accumulates_shards
             with self.model.no_sync() if adds_locally else nullcontext():
                 with self.model.autocast():

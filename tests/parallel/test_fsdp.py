@@ -6,10 +6,12 @@ many more.
 
 from functools import partial
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from distlab.comm.subgroups import hybrid_mesh
 from distlab.parallel.fsdp import FSDP
 from tests.parallel.cases import OneProcess, build
 from tests.parallel.test_contract import full_gradients, on_two_ranks
@@ -116,10 +118,15 @@ def test_construction_from_meta_takes_the_buffers_and_vectors_of_rank_0(context)
     assert len(list(fsdp.buffers())) == 4
 
 
+@pytest.mark.parametrize("on_mesh", [False, True])
 @on_two_ranks
-def test_a_unit_that_only_an_earlier_micro_batch_used_is_sent_too(context):
+def test_a_unit_that_only_an_earlier_micro_batch_used_is_sent_too(context, on_mesh):
     """Check that finish sends gradients that only no_sync() has accumulated on this rank."""
-    fsdp = FSDP(build("unused-on-some", 0, context.device), process_group=context.group)
+    fsdp = FSDP(
+        build("unused-on-some", 0, context.device),
+        mesh=hybrid_mesh(context.group, 1) if on_mesh else None,
+        process_group=context.group,
+    )
     one = OneProcess(
         partial(build, "unused-on-some", 0, context.device), context.world_size, torch.optim.SGD
     )

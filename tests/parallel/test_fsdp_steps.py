@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from distlab.comm.subgroups import hybrid_mesh
 from tests.parallel.test_contract import (
     BACKENDS,
     assert_same_on_all_ranks,
@@ -69,16 +70,21 @@ def test_several_optimizers_and_steps_work(context, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("zeroed", ["optimizer", "module", "wrapper"])
-@pytest.mark.parametrize("kept", [False, True], ids=["sent", "no_sync"])
+@pytest.mark.parametrize(
+    "kept, on_mesh",
+    [(False, False), (True, False), (True, True)],
+    ids=["sent", "no_sync", "no_sync-on-a-mesh"],
+)
 @on_two_ranks
 def test_zero_grad_drops_a_backward_that_was_not_backward_and_finish(
-    context, kept, zeroed, backend
+    context, kept, on_mesh, zeroed, backend
 ):
     """A skipped batch, a generator's step through a discriminator, a loss of NaN under no_sync().
 
     A step as if a backward before it, which nobody finished, had never been.
     """
-    fsdp, plain = wrapped(context), wrapped(context)
+    mesh = hybrid_mesh(context.group, 1) if on_mesh else None
+    fsdp, plain = wrapped(context, mesh=mesh), wrapped(context, mesh=mesh)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (fsdp, plain)]
     for step in range(2):
         with fsdp.no_sync() if kept else nullcontext():
@@ -106,9 +112,10 @@ def test_zero_grad_drops_a_backward_that_was_not_backward_and_finish(
         backward(fsdp, context)
 
 
+@pytest.mark.parametrize("on_mesh", [False, True])
 @on_two_ranks
-def test_what_was_dropped_is_not_sent_by_finish_either(context):
-    fsdp = wrapped(context)
+def test_what_was_dropped_is_not_sent_by_finish_either(context, on_mesh):
+    fsdp = wrapped(context, mesh=hybrid_mesh(context.group, 1) if on_mesh else None)
     with fsdp.no_sync():
         (own_loss(fsdp, context.rank, 7, context.device) * float("nan")).backward()
     fsdp.module.zero_grad()

@@ -23,7 +23,7 @@ from distlab.testing import run_ranks
 from distlab.theory import volume
 from distlab.train.step import TrainStep, next_token_loss
 from tests.parallel.cases import CASES, build
-from tests.parallel.test_contract import on_four_ranks
+from tests.parallel.test_contract import on_four_ranks, train_beside_reference
 from tests.parallel.test_fsdp import own_loss, wrapped
 
 CONFIG = preset(
@@ -133,7 +133,10 @@ def test_calls_and_bytes_are_those_of_the_closed_form(context, world_size, size)
 
 @on_four_ranks
 def test_replicas_average_once_per_step_of_four_micro_batches(context):
-    """The links between shard groups are slow, so only the last micro-batch uses them."""
+    """The links between shard groups are slow, so only the last micro-batch uses them.
+
+    Inside its group each micro-batch reduce-scatters.
+    """
     named = list(TransformerLM(CONFIG, device="meta").named_parameters())
     form = volume.model_volume(
         get_strategy("hsdp"), named, world_size=4, shard_size=2, micro_batches=4
@@ -147,9 +150,67 @@ def test_replicas_average_once_per_step_of_four_micro_batches(context):
             train([(tokens, tokens)] * 4)
     assert (recorder.count, recorder.total_bytes) == (form.collectives, form.bytes)
     calls = [call.op for call in recorder.calls]
+    buffers = len(model.flat_params)
+    assert calls.count("all_gather") == 4 * 2 * buffers
+    assert calls.count("reduce_scatter") == 4 * buffers
     # One for each buffer, and one over all ranks for norms and biases.
-    assert calls.count("all_reduce") == calls.count("reduce_scatter") + 1
-    assert calls.count("all_gather") == 4 * 2 * calls.count("reduce_scatter")
+    assert calls.count("all_reduce") == buffers + 1
+    last_gather = max(at for at, op in enumerate(calls) if op == "all_gather")
+    first_between = calls.index("all_reduce")
+    # All of them are under the last backward, in which each buffer is gathered once.
+    assert calls[first_between:last_gather].count("all_gather") < buffers
+
+
+@pytest.mark.parametrize("case", ["plain", "tied", "frozen"])
+@on_four_ranks
+def test_four_micro_batches_on_a_mesh_train_as_one_process(context, case):
+    train_beside_reference(context, "fsdp", case, set_to_none=True, shard_size=2, micro=4)
+
+
+@on_four_ranks
+def test_no_sync_on_a_mesh_keeps_shards_only(context):
+    """Of full gradients nothing is left, and the sum is as large as the shards."""
+    fsdp = wrapped(context, mesh=hybrid_mesh(context.group, 2))
+    for number in range(2):
+        with fsdp.no_sync():
+            own_loss(fsdp, context.rank, number, context.device).backward()
+        for param in fsdp.flat_params:
+            assert param._gradient_storage.nbytes() == 0
+            assert param.group_sum.numel() == param.layout.slice_numel
+    own_loss(fsdp, context.rank, 2, context.device).backward()
+    fsdp.finish_gradient_synchronization()
+    assert all(param.group_sum is None for param in fsdp.flat_params)
+
+
+@on_four_ranks
+def test_a_micro_batch_that_raises_on_a_mesh_leaves_nothing(context):
+    """Inside no_sync(), after one that did not: the next step is as if neither had been."""
+    ends = []
+    for fails in (False, True):
+        gradients = []
+        fsdp = wrapped(context, mesh=hybrid_mesh(context.group, 2))
+        for step in range(2):
+            if fails:
+                with fsdp.no_sync():
+                    own_loss(fsdp, context.rank, 7, context.device).backward()
+                    # On every rank, after the units behind this block were sent.
+                    handle = fsdp.module.blocks[0].register_full_backward_hook(raises)
+                    loss = own_loss(fsdp, context.rank, 8, context.device)
+                    with pytest.raises(MemoryError, match="injected"):
+                        loss.backward()
+                    handle.remove()
+            with fsdp.no_sync():
+                own_loss(fsdp, context.rank, 2 * step, context.device).backward()
+            own_loss(fsdp, context.rank, 2 * step + 1, context.device).backward()
+            fsdp.finish_gradient_synchronization()
+            gradients += [parameter.grad.clone() for parameter in fsdp.parameters()]
+            fsdp.zero_grad()
+        ends.append(gradients)
+    assert all(map(torch.equal, *ends))
+
+
+def raises(*_):
+    raise MemoryError("injected")
 
 
 @on_four_ranks

@@ -6,6 +6,7 @@ import pytest
 
 from distlab.hardware import cluster
 from distlab.model import ModelConfig
+from distlab.simulate import replay
 from distlab.simulate.estimate import estimate_step, machine_on
 from distlab.simulate.events import GroupCall
 from distlab.simulate.step import simulate_training
@@ -41,6 +42,25 @@ def test_every_reduced_shard_is_averaged_once_among_replicas(fsdp):
     )
     assert {call.ranks for call in step.calls if isinstance(call, GroupCall)} == {8}
     assert step.peak.total >= fsdp.peak.total
+
+
+def test_replicas_average_once_per_step_of_four_micro_batches():
+    """In the simulation and in the closed form of time, which agree within 8 %."""
+    machine = machine_on(cluster("dgx-h100:8x8"))
+    several = simulate_training(
+        CONFIG, "hsdp", batch=4, world_size=64, shard_size=8, micro_batches=4
+    )
+    one = simulated("hsdp", 64, 8)
+    assert sorted(by_group(several, 1)) == sorted(4 * by_group(one, 1))
+    assert by_group(several, 8) == by_group(one, 8)
+    sizes = {"batch": 4, "ranks": 64, "group": 8}
+    found = estimate_step(CONFIG, "hsdp", machine, micro_batches=4, **sizes)
+    assert found.calls == len(several.calls)
+    assert 1e3 * found.device == pytest.approx(replay(several, machine).step_ms, rel=0.08)
+    # All but the replicas' all-reduces four times.
+    of_one = estimate_step(CONFIG, "hsdp", machine, **sizes).communication
+    inside = estimate_step(CONFIG, "fsdp", machine, batch=4, ranks=8).communication
+    assert found.communication == pytest.approx(4 * inside + (of_one - inside))
 
 
 def test_one_group_is_fsdp(fsdp):

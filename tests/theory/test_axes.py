@@ -85,6 +85,26 @@ def test_zero2_sends_the_gradients_of_each_micro_batch(micro_batches):
     assert abs(error) < 0.025
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_hybrid_sharding_sends_and_holds_shards_of_each_micro_batch(dtype):
+    """Two groups of four ranks, within 2.5 % of memory: no full gradients are summed."""
+    sizes = {"batch": 1, "micro_batches": 3, "shard_size": 4}
+    step = simulate_training(CONFIG, "hsdp", world_size=8, dtype=dtype, **sizes)
+    assert_as_said(
+        step,
+        "hsdp",
+        Layout(),
+        ModelShape.of(CONFIG),
+        8,
+        precision=precision_of(dtype, casts_parameters=True),
+        micro_batches=3,
+        shard_size=4,
+    )
+    planned = PlannedStep(CONFIG, strategy="hsdp", dtype=dtype, **sizes).memory(8)
+    error = (planned.peak.total - CUBLAS_WORKSPACES) / step.peak.total - 1
+    assert abs(error) < 0.025
+
+
 def test_owners_broadcast_what_the_closed_form_says():
     """Of a model whose owners have parameters for several messages of 25 MiB."""
     config = replace(CONFIG, num_layers=6, vocab_size=32_768)

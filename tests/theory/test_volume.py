@@ -118,6 +118,11 @@ def test_hybrid_sharding_and_two_levels_worked_by_hand():
     assert closed_form.fsdp(*sizes, replicas=2, **options) == CommunicationVolume(
         5, inside.bytes + 512 // 4
     )
+    # Three micro-batches gather twice and are reduced each. The quarter is averaged once.
+    of_three = closed_form.fsdp(*sizes, replicas=2, micro_batches=3, reductions=3, **options)
+    assert of_three == CommunicationVolume(
+        3 * (2 + 1) + 1 + 1, 3 * (2 * 256 + 512) + 512 // 4 + 4 * 9
+    )
     by_default, by_host, by_all = (
         closed_form.step_volume(
             STRATEGIES["hsdp"], [1024], [4], units=["a"], world_size=16, shard_size=size

@@ -71,7 +71,8 @@ class FSDP(checks.StaysAsWrapped, ParallelModel):
             masters' dtype. None: the dtypes of the module.
         mesh: two-dimensional mesh, (replicas, ranks of a shard group), such as hosts and their
             GPUs: the module is sharded inside a group and replicated between the groups (hybrid
-            sharding). Default: all ranks are one group.
+            sharding). `no_sync()` then reduce-scatters inside the group, and leaves out only the
+            all-reduce between the groups. Default: all ranks are one group.
         process_group: all ranks. Default: the default group.
         init_fn: function for a module built on meta: `init_fn(module)` writes every parameter, in
             registration order, as `lambda model: model.reset_parameters(seed)` does; see
@@ -183,6 +184,7 @@ class FSDP(checks.StaysAsWrapped, ParallelModel):
             self.process_group,
             type(module).__name__,
             keep_gathered,
+            on_mesh=mesh is not None,
         )
         self.step: Step = self._runtime.step  # print it to see where the step is
         self._editing = False  # inside elementwise_gradient_edits()

@@ -85,10 +85,12 @@ class Runtime:
         group: all ranks.
         name: name of the wrapped module's class, for messages.
         keep: True if parameters that a forward with gradients has gathered stay until `finish()`.
+        on_mesh: True if `no_sync()` reduce-scatters inside the shard group, and leaves out only the
+            replicas.
 
     Attributes:
         step: state of the step.
-        accumulates: True inside `no_sync()`, where gradients are kept in full.
+        accumulates: True inside `no_sync()`.
         stage: stage of a pipeline whose units run.
     """
 
@@ -101,12 +103,14 @@ class Runtime:
         group: ProcessGroup,
         name: str,
         keep: bool,
+        on_mesh: bool,
     ):
         self.units = units
         self.step = Step(Phase.IDLE, accumulated=False, task=None, arrived=False, reached=[])
         self.accumulates, self.stage = False, 0
         self._sharded, self._replicated = sharded, replicated
         self._keep, self._keeping = keep, False
+        self._on_mesh = on_mesh
         self._group = group
         self._name = f"FSDP({name})"
         self._order = UnitOrder(units, group)
@@ -363,20 +367,24 @@ class Runtime:
             self.step.phase = Phase.ENDED
 
     def _post_backward(self, unit: Unit) -> None:
-        """Collect the unit's complete gradients, and send them unless inside no_sync()."""
+        """Collect the unit's complete gradients, and send them.
+
+        Inside no_sync() they are kept in full, or on a mesh sent inside the shard group only.
+        """
         unit.touched = False
         # Frees the flat gradient of the unit before, so that there is one at a time.
         self.wait_for_reduce_scatter()
+        sends = self._on_mesh or not self.accumulates
         for param in unit.trainable:
             if param.accumulate_gradients():
                 self.step.arrived = True
             if self.accumulates:
                 param.hold_gradients()
-            else:
-                param.reduce_scatter()
+            if sends:
+                param.reduce_scatter(stays_in_group=self.accumulates)
         if self.step.arrived:
             self.step.reached.clear()
-        if not self.accumulates:
+        if sends:
             self._in_flight = unit
 
     def mark_gradients(self) -> None:
@@ -392,7 +400,7 @@ class Runtime:
             param.wait_for_all_reduce()
 
     def wait_for_reduce_scatter(self) -> None:
-        """Wait for the gradients in flight, and put them into `.grad` or send them to replicas."""
+        """Wait for the gradients in flight; see `FlatParam.wait_for_reduce_scatter`."""
         if self._in_flight is not None:
             for param in self._in_flight.trainable:
                 param.wait_for_reduce_scatter()
@@ -434,6 +442,9 @@ class Runtime:
                     param.drop_zeroed()
                     param.reduce_scatter()
                     self._in_flight = unit
+                elif param.group_sum is not None:
+                    param.drop_zeroed()
+                    param.average_replicas()
         self.wait_for_gradients()
 
     def recover(self) -> None:

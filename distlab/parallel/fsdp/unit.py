@@ -176,6 +176,8 @@ class FlatParam:
         buffer: `(layout.numel,)`, without memory while sharded.
         full: parameters that forward sees: views of the buffer.
         has_gradient: True if the flat gradient holds what has not been sent.
+        group_sum: this rank's slice of what its shard group has averaged inside no_sync(), summed
+            over micro-batches. The replicas have not averaged it. None if there is nothing.
     """
 
     def __init__(self, entries: Sequence[Entry], device: torch.device, groups: MeshGroups):
@@ -208,6 +210,7 @@ class FlatParam:
         self._storage.resize_(0)
 
         self.has_gradient = False
+        self.group_sum: Tensor | None = None
         if self.trainable:
             self._gradient = torch.empty(layout.numel, dtype=self.master.dtype, device=device)
             self._gradient_views = self._views(self._gradient)
@@ -219,11 +222,16 @@ class FlatParam:
         # Collectives in flight, each with the tensor that it must not lose.
         self._gathering: tuple[Work, Tensor] | None = None
         self._reducing: tuple[Work, Tensor] | None = None
+        self._stays_in_group = False  # what the reduce-scatter in flight brings
         self._replicating: tuple[Work, Tensor] | None = None
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         """Return one view of a buffer `(layout.numel,)` per parameter, of its shape."""
         return [flat.as_strided(*place) for place in self._places_in_buffer]
+
+    def _views_of_slice(self, flat: Tensor) -> list[Tensor]:
+        """Return one view of a slice `(layout.slice_numel,)` per shard, of its shape."""
+        return [flat.as_strided(*place) for place in self._places_in_slice]
 
     @torch.no_grad()
     def load(self, index: int, full: Tensor) -> None:
@@ -277,9 +285,8 @@ class FlatParam:
         Raises:
             TypeError: a sparse gradient.
         """
+        self.drop_zeroed()
         is_first = not self.has_gradient
-        if not is_first:
-            self.drop_zeroed()
         self.has_gradient = True
         self._gradient_storage.resize_(self._gradient_bytes)
         targets, gradients = [], []
@@ -309,31 +316,43 @@ class FlatParam:
     def hold_gradients(self) -> None:
         """Give every shard a `.grad` without memory, which `zero_grad()` can drop.
 
-        It stands for the flat gradient that is kept inside no_sync().
+        It stands for what is kept inside no_sync(): the flat gradient, or the group's sum.
         """
         for shard in self.shards:
             if shard.grad is None:
                 shard.grad = self._zero.expand(shard.shape)
 
     def drop_zeroed(self) -> None:
-        """Zero those parts of the kept flat gradient whose shard's `.grad` was dropped."""
-        for shard, view in zip(self.shards, self._gradient_views, strict=True):
+        """Zero those parts of the kept gradients whose shard's `.grad` was dropped."""
+        if self.has_gradient:
+            kept = self._gradient_views
+        elif self.group_sum is not None:
+            kept = self._views_of_slice(self.group_sum)
+        else:
+            return
+        for shard, view in zip(self.shards, kept, strict=True):
             if shard.grad is None:
                 view.zero_()
 
-    def reduce_scatter(self) -> None:
-        """Start to send the flat gradient, if there is one, for this rank's slice of the mean."""
+    def reduce_scatter(self, *, stays_in_group: bool = False) -> None:
+        """Start to send the flat gradient, if there is one, for this rank's slice of the mean.
+
+        Args:
+            stays_in_group: True if the slice is kept in the group's sum, until a later backward's
+                slice is averaged between the replicas.
+        """
         assert self._reducing is None, "one reduce-scatter of a flat parameter at a time"
         if self.has_gradient:
             received = torch.empty_like(self.master)
             work = collectives.reduce_scatter_mean(received, self._gradient, self.group)
             self._reducing = (work, received)
+            self._stays_in_group = stays_in_group
             self.has_gradient = False
 
     def wait_for_reduce_scatter(self) -> None:
-        """Wait for the mean, and add it to the shards' `.grad`.
+        """Wait for the group's mean, and add it to the group's sum.
 
-        The mean of a shard group is first sent to its replicas, which are waited for later.
+        Unless it stays there, send the sum to the replicas, which are waited for later.
         """
         if self._reducing is None:
             return
@@ -341,11 +360,24 @@ class FlatParam:
         collectives.wait(work, self.group, "averaging gradients")
         self._reducing = None
         self._gradient_storage.resize_(0)
+        if self.group_sum is None:
+            self.group_sum = received
+        else:
+            self.group_sum += received
+        if not self._stays_in_group:
+            self.average_replicas()
+
+    def average_replicas(self) -> None:
+        """Start to average the group's sum between the replicas.
+
+        Without replicas it is the mean over all ranks already.
+        """
+        group_sum, self.group_sum = self.group_sum, None
         if self.replicate is None:
-            self._add_to_grad(received)
+            self._add_to_grad(group_sum)
         else:
             self.wait_for_all_reduce()  # of an earlier backward
-            self._replicating = (collectives.all_reduce_mean(received, self.replicate), received)
+            self._replicating = (collectives.all_reduce_mean(group_sum, self.replicate), group_sum)
 
     def wait_for_all_reduce(self) -> None:
         """Wait for the mean over the replicas, and add it to the shards' `.grad`."""
@@ -356,8 +388,7 @@ class FlatParam:
             self._add_to_grad(received)
 
     def _add_to_grad(self, received: Tensor) -> None:
-        for shard, place in zip(self.shards, self._places_in_slice, strict=True):
-            gradient = received.as_strided(*place)
+        for shard, gradient in zip(self.shards, self._views_of_slice(received), strict=True):
             if shard.grad is None or shard.grad._base is self._zero:
                 shard.grad = gradient
             else:
@@ -368,6 +399,7 @@ class FlatParam:
         if self.has_gradient:
             self.has_gradient = False
             self._gradient_storage.resize_(0)
+        self.group_sum = None
         for parameter in self.full:
             parameter.grad = None
 

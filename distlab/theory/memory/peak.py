@@ -114,7 +114,7 @@ def step_memory(
             head, which makes the gradients in the forward. None: the head returns all logits.
         optimizer: name of an optimizer, an entry of `states.OPTIMIZERS`.
         accumulates: True for several micro-batches without synchronisation. FSDP then keeps full
-            gradients in fp32.
+            gradients in fp32, hybrid sharding those of this rank's shards.
         fused: True if blocks are compiled, or run as fused kernels. They keep a little less
             (`block_activations`).
         compiled: True if they are compiled (`activations`).
@@ -174,7 +174,7 @@ def step_memory(
     )
     resident = held.resident(setting)
     states = replace(resident, optimizer_state=held.optimizer_state(setting))
-    if accumulates and setting.shards_parameters:
+    if accumulates and setting.shards_parameters and not setting.sums_are_sharded:
         # Full gradients of FSDP's earlier micro-batches. They stay throughout, as buckets do.
         states = replace(states, buckets=FP32 * shape.num_parameters)
     moments = []
@@ -410,7 +410,11 @@ def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown
     in_flight = 0
     if setting.shards_parameters:
         # The gradients of the unit before are being sent, from an fp32 buffer.
-        in_flight = FP32 * (setting.embedding_buffer if is_last_block else buffer)
+        sent = setting.embedding_buffer if is_last_block else buffer
+        in_flight = FP32 * sent
+        if setting.sums_are_sharded:
+            # They arrive next to the sum that they are added to.
+            in_flight += FP32 * (sent // setting.world_size)
     largest_gradient = held.weight_gradient(setting, max(shape.matrices_per_block))
     of_block = held.buckets_in_backward(setting, done, shape.block_parameters)
     inside = replace(

@@ -132,6 +132,11 @@ class Setting:
         return self.strategy.sends == "units"
 
     @property
+    def sums_are_sharded(self) -> bool:
+        """Return whether earlier micro-batches are summed in this rank's shards, as in HSDP."""
+        return self.accumulates and self.shards_parameters and self.strategy.takes_mesh
+
+    @property
     def pads(self) -> bool:
         """Return whether matrices' buffers have whole rows on every rank, as in this lab's FSDP."""
         return self.shards_parameters and not self.strategy.is_peer
@@ -236,6 +241,8 @@ def gradients_after(setting: Setting, done: int) -> int:
         # to this rank's slices.
         ranks = 1 if setting.is_stage else setting.world_size
         return FP32 * -(-setting.shape.num_parameters // ranks)
+    if setting.sums_are_sharded:
+        return setting.sharded(setting.shape.num_parameters)
     keeps_earlier_sums = not (setting.shards_parameters or in_place(setting))
     if setting.accumulates and keeps_earlier_sums:
         # The sums of earlier micro-batches are there from the start of the backward.
