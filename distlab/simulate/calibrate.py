@@ -22,7 +22,7 @@ from dataclasses import replace
 from distlab.simulate.events import Compute
 from distlab.simulate.step import SimulatedStep
 from distlab.simulate.timeline import DeviceModel, Machine, replay
-from distlab.theory.collective_time import link_share
+from distlab.theory.collective_time import further_hops, link_share
 from distlab.theory.step_time import Network
 
 NEEDED = ("local", "naive", "flat", "overlap")
@@ -192,8 +192,9 @@ def _fit_network(
         inside_bytes_per_s=1 / per_byte,
         between_bytes_per_s=1 / per_byte,
         devices_per_node=ranks,
-        # `Network` adds a hop for each rank beyond two.
-        latency_s=max(0.0, latency - hop_s * (ranks - 2)),
+        # `Network` adds these hops to the latency of each all-reduce, of which naive's and flat's
+        # messages are.
+        latency_s=max(0.0, latency - hop_s * further_hops(ranks, all_reduce=True)),
         hop_s=hop_s,
     )
 

@@ -69,11 +69,12 @@ def test_what_one_step_leaves_in_flight_the_next_waits_for():
     assert line.phases == pytest.approx({"forward": 5, "backward": 13})
 
 
-def test_calibration_finds_the_constants_it_was_given():
+@pytest.mark.parametrize("ranks", [4, 16])  # a ring, and a tree with fewer hops
+def test_calibration_finds_the_constants_it_was_given(ranks):
     config, small = (
         ModelConfig(64 * n, 256 * n, 2, 4, vocab_size=500 * n, context_length=64) for n in (4, 1)
     )
-    steps = {name: simulate_training(config, name, batch=4, world_size=4) for name in NEEDED}
+    steps = {name: simulate_training(config, name, batch=4, world_size=ranks) for name in NEEDED}
     other = simulate_training(small, "local", batch=4, world_size=2)
     device, network = (
         DeviceModel(4e13, 1e12, 1e-6, 2e12),
