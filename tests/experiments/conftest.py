@@ -12,12 +12,14 @@ from launch.registry import load
 from tests.experiments.frame import measured
 
 FIELDS = {  # what tests want to see, over the preset
+    "attention_steps": {"lengths": (64, 128)},
     "collectives": {
         "operations": ("all_reduce", "broadcast", "whole_all_reduce"),
         "group_sizes": (2, 3),
         "repeats": 5,
     },
-    "ddp_bench": {"strategies": strategies_on("cpu"), "shard_size": 1},
+    # What a strategy costs does not depend on the number of blocks. Two have a first and a last.
+    "ddp_bench": {"strategies": strategies_on("cpu"), "shard_size": 1, "layers": 2},
     "ir": {"kernels": ("lesson_banks", "average.average_kernel"), "workers": 1},
     # One of each kind; every kernel is compared with float64 in tests/kernels.
     "kernel_roofline": {

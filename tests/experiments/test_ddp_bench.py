@@ -55,7 +55,7 @@ def test_every_row_is_complete_checked_and_written(smoke):
         assert metrics["overhead_ms"] == pytest.approx(explained, abs=1e-6)
     assert by_name["local"]["comm_bytes_per_step"] == 0 and by_name["local"]["comm_ms"] == 0
     assert (
-        by_name["naive"]["collectives_per_step"] == by_name["overlap"]["collectives_per_step"] > 30
+        by_name["naive"]["collectives_per_step"] == by_name["overlap"]["collectives_per_step"] > 15
     )
     pictures = {"step_time.png", "timeline.png"}
     assert {path.name for path in folder.iterdir()} >= pictures | {

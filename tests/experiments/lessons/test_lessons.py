@@ -69,8 +69,8 @@ def test_the_compiled_backward_has_the_gradients_of_attention(monkeypatch):
 
 
 @ON_CPU
-def test_several_lengths_have_rows_of_their_own(tmp_path):
-    records = measured(attention_steps.EXPERIMENT, tmp_path, lengths=(64, 128))
+def test_several_lengths_have_rows_of_their_own(smoke):
+    records, _ = smoke("attention_steps")
     lengths = [record.config["length"] for record in records]
     assert lengths == [64] * (len(records) // 2) + [128] * (len(records) // 2)
     assert {record.metrics["status"] for record in records} == {"ok"}
