@@ -34,7 +34,7 @@ from tests.commands import ROOT, children, on_terminal, python, shown
 from tests.experiments.noisy import each_seed
 
 SMOKE = DDPBenchConfig(**ddp_bench.EXPERIMENT.preset("smoke", on_gpu=False))
-SMOKE_ARGUMENTS = ["--preset=smoke", "--steps=3", "--rounds=2"]
+SMOKE_ARGUMENTS = ["--preset=smoke", "--layers=2", "--steps=3", "--rounds=2"]
 
 
 def test_every_row_is_complete_checked_and_written(smoke):
