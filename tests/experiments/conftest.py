@@ -12,7 +12,6 @@ from launch.registry import load
 from tests.experiments.frame import measured
 
 FIELDS = {  # what tests want to see, over the preset
-    "attention_steps": {"lengths": (64, 128)},
     "collectives": {
         "operations": ("all_reduce", "broadcast", "whole_all_reduce"),
         "group_sizes": (2, 3),

@@ -356,7 +356,7 @@ def test_a_killed_rank_ends_the_run_with_a_message_and_nothing_half_written(tmp_
     """Check that SIGKILL of a rank ends the run with an error and leaves no partial file."""
     out, stdout = tmp_path / "out", tmp_path / "stdout"
     command = ["launch/ddp_bench.py", "--nproc=2", "--backend=gloo", f"--out={out}"]
-    command += ["--rounds=1000", "--check-steps=0", "--timeout=8"]
+    command += ["--rounds=1000", "--check-steps=0", "--timeout=8", "--strategies=naive,flat"]
     process, terminal = on_terminal(command, stdout)
     lines = shown(terminal)
     assert any("round 1/1000: naive" in line for line in lines)

@@ -140,17 +140,6 @@ def test_a_users_wrapper_is_a_row(tmp_path):
     )
 
 
-def test_a_users_wrapper_around_the_labs_transformer(tmp_path):
-    choice = {
-        "strategies": ("local",),
-        "wraps": (WRAPPERS + "overlapped",),
-        "check_steps": 2,
-        "profile_steps": 0,
-    }
-    records = measured(ddp_bench.EXPERIMENT, tmp_path, **choice)
-    assert records[1].metrics["verdict"] == "right" and records[1].metrics["vs_local"] > 0
-
-
 @pytest.mark.parametrize("name, ranks", [("bf16", 2), ("large", 3)])
 def test_nobody_is_accused_of_rounding(name, ranks, tmp_path):
     """FSDP has fp32 copies of bf16 parameters, and gradients of data around ±100 round by more than

@@ -73,6 +73,7 @@ def test_every_wrapper_has_its_row(names, tmp_path):
         assert rows[name]["step_p50_ms"] > 0, name
     for name in ("collectives_per_step", "comm_bytes_per_step"):
         assert rows["labs_bucketed"][name] == rows["bucketed"][name]
+    assert rows["labs_bucketed"]["vs_local"] > 0
     # A line for each wrong one, and the exit code 1.
     assert len(wrong_rows(records)) == sum(VERDICTS[name] != "right" for name in names)
     # Not one timeout for each wrapper: only one of them hangs.
