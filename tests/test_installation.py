@@ -195,11 +195,16 @@ def test_both_packages_work_in_a_clone_on_the_path(clone, theirs, tmp_path):
     environment.check(THEIRS_WORKS + OURS_WORKS, clone)
 
 
-def test_a_clone_on_the_path_comes_before_an_installation(clone, wheel, theirs, tmp_path):
-    environment = Environment(tmp_path / "environment")
+@pytest.fixture(scope="module")
+def both_installed(wheel, theirs, tmp_path_factory):
+    environment = Environment(tmp_path_factory.mktemp("both") / "environment")
     environment.install(theirs, wheel)
+    return environment
+
+
+def test_a_clone_on_the_path_comes_before_an_installation(clone, both_installed):
     its_own = f"assert kernels.cost.__file__ == {str(clone / 'kernels' / 'cost.py')!r}\n"
-    environment.check(OURS_WORKS + its_own + THEIRS_WORKS, clone)
+    both_installed.check(OURS_WORKS + its_own + THEIRS_WORKS, clone)
 
 
 @pytest.mark.parametrize("in_front", [True, False], ids=["theirs in front", "ours in front"])
@@ -214,11 +219,9 @@ def test_both_packages_work_in_two_folders_of_the_path(wheel, theirs, tmp_path, 
     )
 
 
-def test_the_kernels_are_loaded_once(wheel, theirs, tmp_path):
+def test_the_kernels_are_loaded_once(both_installed):
     """Also by the strategies' own imports, which come second here."""
-    environment = Environment(tmp_path / "environment")
-    environment.install(theirs, wheel)
-    environment.check(
+    both_installed.check(
         "import kernels.rmsnorm as first\n"
         "from distlab.model import ops\nfrom distlab.parallel import BucketedDDP\n"
         "import kernels.rmsnorm as second, sys\nassert first is second\n"

@@ -22,13 +22,13 @@ from tests.train.cases import STRATEGIES, Run, draw_from_all_generators
 
 # The norm over pieces is a sum in another order than the norm over whole gradients: its last bit
 # may differ.
-UNCLIPPED = {"clip": 0.0}
-CUT = 3  # the step after which the checkpoint of these tests is written
+UNCLIPPED = {"clip": 0.0, "steps": 4}
+CUT = 2  # the step after which the checkpoint of these tests is written
 
 
 def train_and_save(context, root, strategies, changes):
-    """Six steps under each strategy, with a checkpoint after the third; the losses of the last
-    three.
+    """Four steps under each strategy, with a checkpoint after the second; the losses of the last
+    two.
 
     Behind a strategy's name may stand a layout, as in `fsdp tp2`.
     """
@@ -44,8 +44,8 @@ def train_and_save(context, root, strategies, changes):
             **changes,
         )
         run.trainer.run()
-        # keep that of step 3
-        shutil.rmtree(run.trainer.checkpoints.folder.path_of(6), ignore_errors=True)
+        # keep that of step 2
+        shutil.rmtree(run.trainer.checkpoints.folder.path_of(2 * CUT), ignore_errors=True)
         losses[strategy] = {step: loss for step, loss in run.losses.items() if step > CUT}
         torch.distributed.barrier()
     return losses
@@ -90,7 +90,7 @@ def assert_continued(losses, world_size, pairs, root, changes):
         pairs, run_ranks(resume, world_size, pairs, root, changes)[0], strict=True
     ):
         for step, expected in losses[written].items():
-            # fp32 means of other groupings, through up to three AdamW steps of 1e-3
+            # fp32 means of other groupings, through up to two AdamW steps of 1e-3
             difference = abs(float.fromhex(found[step]) - float.fromhex(expected))
             assert difference < 2e-5, f"{written} → {strategy} at step {step}"
 

@@ -17,13 +17,16 @@ FIELDS = {  # what tests want to see, over the preset
         "group_sizes": (2, 3),
         "repeats": 5,
     },
-    "ddp_bench": {"strategies": strategies_on("cpu"), "shard_size": 1},
+    # No test looks at what depends on the number of blocks. Two have a first and a last one.
+    "ddp_bench": {"strategies": strategies_on("cpu"), "shard_size": 1, "layers": 2},
     "ir": {"kernels": ("lesson_banks", "average.average_kernel"), "workers": 1},
     # One of each kind; every kernel is compared with float64 in tests/kernels.
     "kernel_roofline": {
         "only": ("add_rms_norm", "rope", "cross_entropy", "adamw", "matmul", "add+layer_norm")
     },
     "memory_breakdown": {"strategies": STRATEGIES},
+    "muon_placements": {"layers": 2},
+    "pipeline_schedules": {"layers": 4},  # two stages, each in two parts where they interleave
 }
 
 

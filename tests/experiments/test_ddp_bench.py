@@ -34,7 +34,7 @@ from tests.commands import ROOT, children, on_terminal, python, shown
 from tests.experiments.noisy import each_seed
 
 SMOKE = DDPBenchConfig(**ddp_bench.EXPERIMENT.preset("smoke", on_gpu=False))
-SMOKE_ARGUMENTS = ["--preset=smoke", "--steps=3", "--rounds=2"]
+SMOKE_ARGUMENTS = ["--preset=smoke", "--layers=2", "--steps=3", "--rounds=2"]
 
 
 def test_every_row_is_complete_checked_and_written(smoke):
@@ -55,7 +55,7 @@ def test_every_row_is_complete_checked_and_written(smoke):
         assert metrics["overhead_ms"] == pytest.approx(explained, abs=1e-6)
     assert by_name["local"]["comm_bytes_per_step"] == 0 and by_name["local"]["comm_ms"] == 0
     assert (
-        by_name["naive"]["collectives_per_step"] == by_name["overlap"]["collectives_per_step"] > 30
+        by_name["naive"]["collectives_per_step"] == by_name["overlap"]["collectives_per_step"] > 15
     )
     pictures = {"step_time.png", "timeline.png"}
     assert {path.name for path in folder.iterdir()} >= pictures | {
@@ -356,7 +356,7 @@ def test_a_killed_rank_ends_the_run_with_a_message_and_nothing_half_written(tmp_
     """Check that SIGKILL of a rank ends the run with an error and leaves no partial file."""
     out, stdout = tmp_path / "out", tmp_path / "stdout"
     command = ["launch/ddp_bench.py", "--nproc=2", "--backend=gloo", f"--out={out}"]
-    command += ["--rounds=1000", "--check-steps=0", "--timeout=8"]
+    command += ["--rounds=1000", "--check-steps=0", "--timeout=8", "--strategies=naive,flat"]
     process, terminal = on_terminal(command, stdout)
     lines = shown(terminal)
     assert any("round 1/1000: naive" in line for line in lines)

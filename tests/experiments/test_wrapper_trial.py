@@ -35,14 +35,26 @@ SENTENCES = {
 }
 
 
-def test_every_wrapper_has_its_row(tmp_path):
+# The four that fail, and one right and one wrong wrapper between them. The other six only repeat
+# `right` and `WRONG`: test_own_model.py has their kinds, and tests/test_check.py their mistakes.
+OF_EACH_KIND = ["fsdp2", "late", "raises", "hangs", "exits", "eats_memory"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(OF_EACH_KIND, id="of each kind"),
+        pytest.param([*VERDICTS], id="all", marks=pytest.mark.commands),
+    ],
+)
+def test_every_wrapper_has_its_row(names, tmp_path):
     begin = time.monotonic()
     records = measured(
         ddp_bench.EXPERIMENT,
         tmp_path,
         timeout_s=TIMEOUT_S,
         strategies=("local", "bucketed"),
-        wraps=tuple(WRAPPERS + name for name in [*VERDICTS, "labs_bucketed"]),
+        wraps=tuple(WRAPPERS + name for name in [*names, "labs_bucketed"]),
         wrap_memory_gib=MEMORY_GIB,
         check_steps=1,
         profile_steps=0,
@@ -50,7 +62,10 @@ def test_every_wrapper_has_its_row(tmp_path):
     took_s = time.monotonic() - begin
     rows = {record.variant.removeprefix(WRAPPERS): record.metrics for record in records}
     verdicts = {name: metrics.get("verdict") for name, metrics in rows.items()}
-    assert verdicts == {"local": None, "bucketed": None, "labs_bucketed": "right"} | VERDICTS
+    expected = {"local": None, "bucketed": None, "labs_bucketed": "right"}
+    for name in names:
+        expected[name] = VERDICTS[name]
+    assert verdicts == expected
     for name, sentence in SENTENCES.items():
         assert rows[name]["verdict_detail"].startswith(sentence), rows[name]
         assert rows[name]["step_p50_ms"] == "failed"
@@ -58,8 +73,9 @@ def test_every_wrapper_has_its_row(tmp_path):
         assert rows[name]["step_p50_ms"] > 0, name
     for name in ("collectives_per_step", "comm_bytes_per_step"):
         assert rows["labs_bucketed"][name] == rows["bucketed"][name]
+    assert rows["labs_bucketed"]["vs_local"] > 0
     # A line for each wrong one, and the exit code 1.
-    assert len(wrong_rows(records)) == sum(verdict != "right" for verdict in VERDICTS.values())
+    assert len(wrong_rows(records)) == sum(VERDICTS[name] != "right" for name in names)
     # Not one timeout for each wrapper: only one of them hangs.
     assert took_s < 100, took_s
 

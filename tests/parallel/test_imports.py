@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import pkgutil
 from pathlib import Path
 
@@ -24,37 +25,55 @@ STRATEGY_MODULES = {
     "fsdp",
     "fsdp.fsdp",
 }
-PRINT_LOADED = "\nimport sys; print(*(m for m in sys.modules if m.startswith('distlab.parallel')))"
+STATEMENTS = [
+    "import distlab.parallel.naive",
+    "from distlab.parallel.naive import NaiveDDP",
+    "from distlab.parallel import NaiveDDP",
+    "import distlab.parallel; distlab.parallel.NaiveDDP",
+]
+NOTHING = "import distlab.parallel; dir(distlab.parallel)"
+BUILD = "import distlab.parallel.build"
+# A new interpreter imports torch once, for a second, and forks for each statement.
+PRINT_LOADED = """
+import json, os, sys, torch
+for statement in {statements!r}:
+    if os.fork() == 0:
+        exec(statement)
+        print(json.dumps([statement, list(sys.modules)]), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, statement
+"""
+PACKAGES = ("distlab", "kernels", "experiments")
 
 
-def loaded_by(statement):
-    """Return the modules of distlab.parallel that a new interpreter has after this statement."""
-    done = python("-c", statement + PRINT_LOADED)
+@pytest.fixture(scope="module")
+def loaded():
+    """Return statement → modules of our packages that an interpreter has after it alone."""
+    done = python("-c", PRINT_LOADED.format(statements=[*STATEMENTS, NOTHING, BUILD]))
     assert done.returncode == 0, done.stderr
-    return {module.removeprefix("distlab.parallel.") for module in done.stdout.split()}
+    found = {}
+    for line in done.stdout.splitlines():
+        statement, modules = json.loads(line)
+        found[statement] = {each for each in modules if each.partition(".")[0] in PACKAGES}
+    return found
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import distlab.parallel.naive",
-        "from distlab.parallel.naive import NaiveDDP",
-        "from distlab.parallel import NaiveDDP",
-        "import distlab.parallel; distlab.parallel.NaiveDDP",
-    ],
-)
-def test_one_strategy_loads_neither_the_registry_nor_another_strategy(statement):
-    loaded = loaded_by(statement)
-    assert "naive" in loaded
-    assert not loaded & ({"registry", "build", *STRATEGY_MODULES} - {"naive"})
+def of_the_package(modules):
+    """Return the modules of distlab.parallel, by their last name."""
+    found = {each for each in modules if each.startswith("distlab.parallel")}
+    return {each.removeprefix("distlab.parallel.") for each in found}
 
 
-def test_one_strategy_loads_at_most_a_dozen_files():
-    code = "import distlab.parallel.naive, sys; print(*sys.modules)"
-    done = python("-c", code)
-    packages = ("distlab", "kernels", "experiments")
-    loaded = [module for module in done.stdout.split() if module.partition(".")[0] in packages]
-    assert "distlab.parallel.naive" in loaded and len(loaded) <= 12, loaded
+@pytest.mark.parametrize("statement", STATEMENTS)
+def test_one_strategy_loads_neither_the_registry_nor_another_strategy(statement, loaded):
+    names = of_the_package(loaded[statement])
+    assert "naive" in names
+    assert not names & ({"registry", "build", *STRATEGY_MODULES} - {"naive"})
+
+
+def test_one_strategy_loads_at_most_a_dozen_files(loaded):
+    files = loaded["import distlab.parallel.naive"]
+    assert "distlab.parallel.naive" in files and len(files) <= 12, files
 
 
 def imports_of(path, modules):
@@ -106,13 +125,12 @@ def test_no_file_of_the_package_is_part_of_an_import_circle():
     assert circle(graph) == []
 
 
-def test_the_package_alone_loads_nothing_of_it():
-    assert loaded_by("import distlab.parallel; dir(distlab.parallel)") == {"distlab.parallel"}
+def test_the_package_alone_loads_nothing_of_it(loaded):
+    assert of_the_package(loaded[NOTHING]) == {"distlab.parallel"}
 
 
-def test_build_loads_neither_the_registry_nor_the_strategies():
-    loaded = loaded_by("import distlab.parallel.build")
-    assert not loaded & {"registry", *STRATEGY_MODULES}
+def test_build_loads_neither_the_registry_nor_the_strategies(loaded):
+    assert not of_the_package(loaded[BUILD]) & {"registry", *STRATEGY_MODULES}
 
 
 def registry_imports(source):
