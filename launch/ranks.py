@@ -56,7 +56,7 @@ def start_ranks(
     Raises:
         ValueError: more NCCL ranks than GPUs, or more ranks than this machine's memory holds.
     """
-    # Called for its error only: rank 0's device is checked before any process starts.
+    # This call is made for its error only: rank 0's device is checked before any process starts.
     choose_device(backend, 0, ranks)
     free = free_bytes("cpu")
     # Two ranks are always allowed, because the figure of free memory is an estimate.

@@ -309,7 +309,6 @@ def run_optimizer(scenario: str, parameters: list[nn.Parameter], make: Callable[
         optimizer.zero_grad()
         set_gradients(parameters, step)
         if scenario == "closure":
-
             # The default argument binds this step's number now, not when the closure is called.
             def closure(step: int = step) -> Tensor:
                 with torch.enable_grad():

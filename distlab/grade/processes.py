@@ -21,7 +21,7 @@ from distlab.grade import child
 from distlab.grade.job import Job
 
 MEMORY_BYTES = 3 * 2**30  # most resident memory of a child and all processes that it starts
-# Most bytes that the children of an experiment print together.
+# The children of an experiment may print this number of bytes together.
 PRINTED_BYTES = 20 * 2**20
 PROCESSES = 24  # most processes of each child; Triton's compiler starts some
 # The interval of the checks is short compared with the time in which a loop fills memory.
