@@ -25,6 +25,7 @@ def measure_timeline(config: PlanConfig, run: Run) -> None:
         run.progress(f"simulating {strategy} on {ranks} ranks")
         step = simulate_training(
             model,
+            # Every rank does the same under data parallelism, so one of them is enough.
             strategy,
             batch=config.per_rank,
             world_size=ranks,
