@@ -582,11 +582,9 @@ def draw(records: Sequence[Record], path: Path, *, metric: str, label: str) -> N
 
     There is a panel per dtype and head dimension, and a line per variant, ours thick.
     """
+    # Lengths are compared at one head, because more heads only multiply the time.
     rows = [
-        # Lengths are compared at one head, because more heads only multiply the time.
-        r
-        for r in records
-        if r.metrics.get(metric) is not None and r.config.get("heads", 1) == 1
+        r for r in records if r.metrics.get(metric) is not None and r.config.get("heads", 1) == 1
     ]
     panels = []
     for (dtype, head_dim), panel_rows in grouped(rows, _panel_of).items():

@@ -236,10 +236,9 @@ def measure(config: ModelComparisonConfig, context: RankContext, run: Run) -> No
     optimizer = torch.optim.AdamW(base.parameters(), lr=1e-5, fused=True)
     batches = synthetic_batches(context, config)
     if config.layer:
+        # A layer takes the residual stream, so its batch is random numbers in place of tokens.
         batches = [
-            # A layer takes the residual stream, so its batch is random numbers in place of tokens.
-            (torch.randn(*tokens.shape, shape.d_model, device=device),)
-            for tokens, _ in batches
+            (torch.randn(*tokens.shape, shape.d_model, device=device),) for tokens, _ in batches
         ]
     # The reference: fp32 and torch's operations. It recomputes blocks, which changes no value and
     # keeps fewer activations.

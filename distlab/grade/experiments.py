@@ -308,8 +308,9 @@ def run_optimizer(scenario: str, parameters: list[nn.Parameter], make: Callable[
     for step in range(3):
         optimizer.zero_grad()
         set_gradients(parameters, step)
+        # The default argument binds this step's number now, not when the closure is called.
         if scenario == "closure":
-            # The default argument binds this step's number now, not when the closure is called.
+
             def closure(step: int = step) -> Tensor:
                 with torch.enable_grad():
                     set_gradients(parameters, step)

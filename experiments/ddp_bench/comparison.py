@@ -244,12 +244,9 @@ def what_communication_costs(records: Records) -> list[str]:
     """
     if records and records[0].config.get("world_size") == 1:
         return ["There is one rank, and nothing is communicated: overheads are what wrappers cost."]
+    # Strategies that send after backward cannot hide anything, so they do not answer the question.
     overlapping = [
-        # Strategies that send after backward cannot hide anything, so they do not answer the
-        # question.
-        r
-        for r in ours(records, "overhead_ms")
-        if not strategy_of(r.variant).after_backward
+        r for r in ours(records, "overhead_ms") if not strategy_of(r.variant).after_backward
     ]
     if not overlapping:
         return []

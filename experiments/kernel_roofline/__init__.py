@@ -159,12 +159,10 @@ class RooflineConfig(Options):
             for chain in ([self.chain] if self.chain else CHAINS)
         ]
         return [
+            # Only the first dimension shrinks: rows keep their length, which decides how a kernel
+            # works.
             dataclasses.replace(
-                # Only the first dimension shrinks: rows keep their length, which decides how a
-                # kernel works.
-                case,
-                shape=(max(1, case.shape[0] // divisor), *case.shape[1:]),
-                yours=yours,
+                case, shape=(max(1, case.shape[0] // divisor), *case.shape[1:]), yours=yours
             )
             for case in found
             if not self.only or case.name in self.only
@@ -326,12 +324,10 @@ class Row:
     def _add(self, variant: str, work: Callable[[], dict[str, Any]]) -> None:
         """Add what `work` measures. A peer that fails or is missing has a `status` that says so."""
         metrics = attempt(work).items()
+        # A status of ok must not overwrite WRONG, which an earlier check of the same variant has
+        # set.
         self.found[variant] |= {
-            # A status of ok must not overwrite WRONG, which an earlier check of the same variant
-            # has set.
-            name: value
-            for name, value in metrics
-            if (name, value) != ("status", "ok")
+            name: value for name, value in metrics if (name, value) != ("status", "ok")
         }
 
     def _maker(self, function: Function) -> Callable[[], Callable[[], Any]]:

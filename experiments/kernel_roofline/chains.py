@@ -374,10 +374,9 @@ def _form_rows(
         "compile": fused_ms,
         "ours": fused_ms,
     }
+    # Every form pays for at least one launch, which the bandwidth does not include.
     predicted_ms = {
-        # Every form pays for at least one launch, which the bandwidth does not include.
-        variant: ms + limits["empty_kernel_ms"]
-        for variant, ms in without_launch_ms.items()
+        variant: ms + limits["empty_kernel_ms"] for variant, ms in without_launch_ms.items()
     }
     found: dict[str, dict[str, Any]] = {}
     for variant, label in FORMS.items():

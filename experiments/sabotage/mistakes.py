@@ -219,14 +219,9 @@ class Mistake:
 
     def mended(self) -> "Mistake":
         """Healthy run to compare with."""
+        # Layout, learner and clipping stay, since they are not the mistake.
         return dataclasses.replace(
-            # Layout, learner and clipping stay, since they are not the mistake.
-            self,
-            wrap=None,
-            optimizer=None,
-            candidate=None,
-            attention=None,
-            replaced=None,
+            self, wrap=None, optimizer=None, candidate=None, attention=None, replaced=None
         )
 
 
