@@ -94,6 +94,7 @@ class Verdict:
             rows = [
                 (each.tensor, each.what, each.step, f"{each.error:.1e}", each.signature)
                 for each in shown[:ROWS]
+                # A wrapper that sends nothing makes every tensor wrong: some rows show the pattern.
             ]
             titles = ("tensor", "differs in", "step", "max |Δ|", "signature")
             more = f"\nand {len(shown) - ROWS} more" if len(shown) > ROWS else ""
@@ -135,6 +136,7 @@ class Verdict:
             counted.append(f"{len(trainable)} of {self.tensors} tensors")
         if others:
             counted.append(f"{len(others)} buffers or frozen parameters")
+        # The verb agrees with the whole phrase.
         several = len(trainable) + len(others) > 1 or self.tensors > 1
         return (
             f"WRONG: {' and '.join(counted)} {'differ' if several else 'differs'} from one process"
