@@ -357,7 +357,7 @@ def what_is_saved(folder: Path | None) -> str:
         return "nothing was saved"
     names = []
     for path in sorted(folder.glob("*")):
-        # Temporary files and the lock are no results.
+        # Temporary files and the lock are not results.
         if not path.name.startswith((".tmp-", "run.lock")):
             names.append(path.name)
     if not names:

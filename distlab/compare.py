@@ -179,8 +179,8 @@ def differences(runs: Sequence[SavedRun]) -> list[str]:
     for kind, known in (("", places), ("option ", options)):
         for name in known[0]:
             values = [plain(each.get(name)) for each in known]
-            # An entry that one run lacks came with another version, and is no difference of the
-            # set-up.
+            # An entry that one run lacks came with another version. It does not make the set-up
+            # another one.
             if any(value != values[0] for value in values) and all(name in each for each in known):
                 found.append(f"{kind}{name}: {' → '.join(map(shown, values))}")
     return found
@@ -277,7 +277,7 @@ def undecided(rows: Records, limit_pct: float) -> list[str]:
             found.append(f"{row.variant} (noise unknown)")
         elif row.metrics["verdict"] in (SLOWER, TIE):
             least, most = worse_by(row)
-            # The limit lies within the interval, so the row may be on either side of it.
+            # The limit is within the interval, so the row may be on either side of it.
             if least <= limit_pct < most:
                 found.append(f"{row.variant} (up to {most:.1f} %)")
     return found

@@ -354,8 +354,9 @@ class Experiment(Generic[C]):
                     f"this run is complete, since {since} ({folder}). --fresh measures it again, "
                     "another --name begins a new one"
                 )
+                # A complete run is not measured again, but its result decides the exit code as
+                # before.
                 return self._exit_code(run, run.records)
-            # A complete run is not measured again, but its result decides the exit code as before.
             run.progress, run.notice = progress, progress.keep
             run.show = partial(self.show, run, progress, json_only=frame.json)
             # On every rank. Only rank 0 writes what follows.

@@ -54,8 +54,8 @@ def write_whole(path: AnyPath, text: str) -> None:
 
 def digest_of(body: Mapping[str, Any]) -> str:
     """SHA-256 of plain values without their own `digest`, in canonical JSON."""
-    # Sorted keys and fixed separators give one text for equal values.
     body = {key: value for key, value in body.items() if key != "digest"}
+    # Sorted keys and fixed separators give one text for equal values.
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

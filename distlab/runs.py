@@ -171,9 +171,9 @@ def same_run(before: Header, now: Header, may_change: Sequence[str] = ()) -> lis
     old, new = (
         {
             "experiment": header.experiment,
-            # A run may be resumed on another machine of the same kind, so only the device counts.
             "commit": header.commit,
             "number of ranks": header.world_size,
+            # A run may be resumed on another machine of the same kind, so only the device counts.
             "device": header.environment.get("device_name"),
             **{
                 f"option {name}": value
@@ -543,7 +543,7 @@ def as_text(rows: Sequence[Mapping[str, str]], columns: int) -> str:
         {heading: for_terminal(" ".join(text.split())) for heading, text in row.items()}
         for row in rows
     ]
-    # Names are padded to the longest one, so that times stand below each other.
+    # Names are padded to the longest one, so that times are below each other.
     longest = max(len(row["run"]) for row in rows)
     texts = []
     for row in rows:

@@ -78,8 +78,8 @@ class RanksFailed(RuntimeError):
     def __init__(self, failures: dict[int, str], cause: str = "", kind: str = RAISED):
         first = next(iter(failures))
         self.failures = failures
-        # The first failure is the cause of all others.
         self.kind = kind
+        # The first failure is the cause of all others.
         self.cause = cause or failures[first].strip().splitlines()[-1]
         sections = [f"--- rank {rank} ---\n{text}" for rank, text in failures.items()]
         super().__init__("\n".join([f"rank {first}: {self.cause}", *sections]))
@@ -303,8 +303,8 @@ def _answer(
 class _Rank:
     """A reusable rank process and the pipe to it."""
 
-    # A fork server has torch imported, and no threads that a fork could break.
     def __init__(self) -> None:
+        # A fork server has torch imported, and no threads that a fork could break.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.pipe, theirs = context.Pipe()

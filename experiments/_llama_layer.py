@@ -30,10 +30,10 @@ class SelfAttention(nn.Module):
 
     def __init__(self, shape: ModelConfig, rotate: Callable, attend: Callable) -> None:
         super().__init__()
-        # The attribute names are those of Hugging Face, by which state dicts are matched.
         d = shape.d_model
         self.head_dim = d // shape.num_heads
         kv_width = shape.kv_heads * self.head_dim
+        # The attribute names are those of Hugging Face, by which state dicts are matched.
         self.q_proj = linear(d, d)
         self.k_proj = linear(d, kv_width)
         self.v_proj = linear(d, kv_width)

@@ -24,8 +24,8 @@ from distlab.train.step import TrainStep, under_autocast
 
 
 def own_facts(factory: str | None) -> dict[str, str | None]:
-    # The lab's own models are part of the commit of the record itself.
     """Return what a record says of a user's model: the commit of the repository that holds it."""
+    # The lab's own models are part of the commit of the record itself.
     if factory is None:
         return {}
     return {"model_commit": commit_of(source_of(factory_of(factory)))}

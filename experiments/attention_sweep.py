@@ -391,8 +391,8 @@ def is_peer(record: Record) -> bool:
 
 
 def against_fastest(ours: Record, rows: Sequence[Record]) -> dict[str, Any]:
-    # A user's function could be the fastest, but it is not what a user would otherwise pick.
     """Return the fastest peer of a shape, its time in ms and ours over it."""
+    # A user's function could be the fastest, but it is not what a user would otherwise pick.
     peers = [row for row in rows if is_peer(row)]
     peer = fastest(peers, "fwd_bwd_device_p50_ms")
     if peer is None:

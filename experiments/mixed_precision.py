@@ -378,8 +378,8 @@ def draw(records: Records, path: Path) -> None:
         return
     fp16, low = FORMATS["fp16"], [r.metrics for r in rows if r.variant.startswith("fp16")]
     edges = [
-        (math.log2(fp16.smallest / 2), "← zero"),
         # Numbers below half of the smallest subnormal become zero.
+        (math.log2(fp16.smallest / 2), "← zero"),
         (math.log2(fp16.smallest_normal), "← rounded more"),
     ]
     # A bin covers one power of two, and its point is drawn in the middle.

@@ -184,7 +184,7 @@ def bubble(
     durations: dict[Action, float] = {}
     for steps in seen:
         for action in steps[0]:
-            # The median of each action by itself, because each step may disturb another one.
+            # Each action has its own median, because each step may disturb another one.
             durations[action] = median(step[action] for step in steps)
     ranks, count = len(seen), row.micro_batches
     schedule = SCHEDULES[row.layout.schedule](ranks, count)

@@ -164,7 +164,7 @@ def _speaks() -> bool:
     try:
         return RankEnvironment.read().rank == 0
     except ValueError:
-        # torchrun's variables are malformed. Nobody knows the rank then, so the error must be
+        # The variables of torchrun are malformed. The rank is unknown then, so the error must be
         # printed here.
         return True
 

@@ -174,8 +174,8 @@ def main(arguments: Sequence[str]) -> int:
         for case in wanted:
             measured_at = case.commit(into) or "none"
             print(f"{case.record:<48} {case.minutes:5.1f} min  {measured_at}")
-        # Listing and --moved work in a tree with changes. Measuring does not, see the next check.
         return 0
+    # Listing and --moved work in a tree with changes. Measuring does not, see the next check.
     now = commit(args.commit)
     if now is None or now.endswith("-dirty"):
         raise ValueError(

@@ -110,7 +110,7 @@ def compare(arguments: Sequence[str]) -> int:
     with reading(files):
         rows = compared(saved, args.against)
         view = view_of(saved, rows[0].config["metric"])
-        # Differences are computed before anything is printed: an error then stands alone.
+        # Differences are computed before anything is printed, so an error is the only output.
         differing = differences(saved)
         # Raises for rows that cannot be shown, before there is a folder.
         view.headline_of(rows), view.table(rows)

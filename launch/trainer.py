@@ -98,7 +98,7 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
         # Metrics of runs are compared by these keys, so they name how many ranks trained and over
         # what.
         shared = asdict(config) | {"world_size": context.world_size, "backend": context.backend}
-        # Of a wrapper, `config.strategy` holds the stand-in `naive` that `main` sets.
+        # The `config.strategy` of a run with a wrapper is the stand-in `naive` that `main` sets.
         shared["strategy"] = args.wrap or config.strategy
         shared["trained_by"] = who_trained(journal)
         if data.is_bytes and metrics["validation_loss"] is not None:

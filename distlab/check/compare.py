@@ -108,7 +108,8 @@ def on_rank(
     Raises:
         ValueError, TimeoutError: as in `check`. Also if a factory fails or returns something else.
     """
-    # The user's model is examined first, so that its own mistakes are not blamed on the wrapper.
+    # The user's model is examined first, so that its own mistakes are not reported as the
+    # wrapper's.
     task = own_task(model, batch, seed)
     examined(model, task, context, seed)
     strategy = wrapped_by(wrap) if ":" in wrap else get_strategy(wrap)

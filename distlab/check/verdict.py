@@ -94,7 +94,6 @@ class Verdict:
             rows = [
                 (each.tensor, each.what, each.step, f"{each.error:.1e}", each.signature)
                 for each in shown[:ROWS]
-                # A wrapper that sends nothing makes every tensor wrong: some rows show the pattern.
             ]
             titles = ("tensor", "differs in", "step", "max |Δ|", "signature")
             more = f"\nand {len(shown) - ROWS} more" if len(shown) > ROWS else ""

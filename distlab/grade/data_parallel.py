@@ -309,8 +309,8 @@ def _mean(
                 # folded into it.
                 is_named = not what.startswith("differs by")
                 raise Broken(f"the mean of {number} ranks for {where}", what, is_named=is_named)
-            # After the last step, because `final` holds the parameters at the end of the
-            # experiment.
+            # This comes after the last step, because `final` holds the parameters at the
+            # experiment's end.
             if form == FROZEN and step == steps[-1] and alone[0][name] is None:
                 _is_unchanged(ranks, name)
 

@@ -136,8 +136,8 @@ def train_wrapped(
         ]
         noted["steps"].append(
             {
-                "before": before,
                 # The parent computes the expected gradients from these parameters.
+                "before": before,
                 "gradients": gradients,
                 "calls": calls,
                 "log": _relative(log, first_call),
@@ -347,7 +347,7 @@ def state_bytes(optimizer: Any, parameters: list[nn.Parameter]) -> int:
             skipped.add(parameter.grad.untyped_storage().data_ptr())
     storages: dict[int, int] = {}
     seen: set[int] = set()
-    # A list in place of recursion, because objects of a submission may be nested deeply.
+    # A list takes the place of recursion, because objects of a submission may be nested deeply.
     waiting: list[Any] = [optimizer]
     while waiting:
         value = waiting.pop()

@@ -155,7 +155,7 @@ def _mean(
         words, targets = words_of(rank, step)
         word_loss(model(words), targets).backward()
         alone.append({name: each.grad for name, each in model.named_parameters()})
-    # 1e-3 in fp32: the difference of two parameters has lost digits that the gradient itself has.
+    # The bound in fp32 is 1e-3: a difference of parameters has lost digits that the gradient has.
     relative = HALF.get(dtype, 1e-3)
     for name in alone[0]:
         given = [gradients[name] for gradients in alone]
@@ -285,11 +285,11 @@ def _reduces(ranks: Noted) -> None:
     """Raise Broken unless the gradients of the weights are reduced about once."""
     whole = _bytes(is_sharded=True)
     for rank, noted in enumerate(ranks):
-        # An all-reduce with a local cut is slower than a reduce-scatter, but it reduces each
-        # gradient once.
         step = noted["steps"][1]
         reduced = 0
         for op, num_bytes in step["calls"]:
+            # An all-reduce with a local cut is slower than a reduce-scatter, but it reduces each
+            # gradient once.
             if op in ("reduce_scatter", "all_reduce", "reduce", "all_to_all"):
                 reduced += num_bytes
         # Shards may be padded, and small parameters may stay whole.

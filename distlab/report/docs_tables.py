@@ -76,7 +76,6 @@ def records_of(source: str, root: Path) -> list[Record]:
     """
     path, variants, key, values, _ = SOURCE.fullmatch(source).groups()
     records = read_json(root / path)
-    # dict.fromkeys drops repeated commits and keeps their order.
     commits = dict.fromkeys(record.commit or "unknown" for record in records)
     dirty = [commit for commit in commits if commit.endswith("-dirty")]
     if dirty:
@@ -91,7 +90,7 @@ def records_of(source: str, root: Path) -> list[Record]:
         if chosen:
             wanted = chosen.split(";" if ";" in chosen else ",")
             records = [record for record in records if of(record) in wanted]
-            # A misspelt variant would otherwise vanish from the page without a word.
+            # A misspelt variant would otherwise vanish from the page silently.
             if {of(record) for record in records} != set(wanted):
                 raise ValueError(f"{path}: not all of {chosen} are {what} there")
     return records

@@ -240,9 +240,9 @@ def with_fits(records: Records) -> list[Record]:
     for group in grouped(rows, _collective_and_ranks).values():
         # Payload in bytes → seconds. A payload that occurs twice counts once, with its last time.
         seconds = {}
-        # Time is stored in ms, and the fit takes seconds.
         for record in group:
             if _is_timed(record):
+                # Time is stored in ms, and the fit takes seconds.
                 seconds[_payload(record)] = record.metrics["time_p50_ms"] / 1e3
         found += group if len(seconds) < 2 else _fitted(group, seconds)
     return found

@@ -53,7 +53,6 @@ def draw_step_times(records: Records, path: Path) -> None:
     parts = {name: [] for name in ("compute", "optimizer", *CAUSES, NOT_EXPLAINED)}
     whiskers, medians = [], []
     for record in records:
-        # Every row adds one value to each part, so that all parts have a bar for each row.
         metrics = record.metrics
         if isinstance(metrics["step_p50_ms"], str):  # out of memory, refused
             # The text is drawn where the bar would be, so that the row is not taken for a fast one.
@@ -62,6 +61,7 @@ def draw_step_times(records: Records, path: Path) -> None:
             bar = dict.fromkeys(parts)
         else:
             bar = _step_parts(metrics, local.metrics)
+        # Every row adds one value to each part, so that all parts have a bar for each row.
         for name, values in parts.items():
             values.append(bar[name])
         drawn = local is not None and is_number(metrics["step_p50_ms"])

@@ -309,7 +309,8 @@ def explain_rows(
     picture = StepPicture()
     local = None  # account of the step without communication
 
-    # As long as measuring took, but at least 20 s: short runs would otherwise explain nothing.
+    # Explaining may take as long as measuring did, and at least 20 s: short runs would explain
+    # nothing.
     def has_time() -> bool:
         return time.monotonic() - begin < max(took_s, EXPLAINED_S)
 

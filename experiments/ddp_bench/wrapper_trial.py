@@ -163,8 +163,7 @@ def try_on_rank(
             # A model of two layers has every kind of parameter, and its check takes seconds.
             task = small(num_layers=2, d_model=64, d_ff=128, vocab_size=256)
         verdict = verdict_on(context, strategy, task)
-    # SystemExit is not an Exception: a wrapper that calls sys.exit would otherwise end without a
-    # word.
+    # SystemExit is not an Exception: a wrapper that calls sys.exit would otherwise end silently.
     except SystemExit as end:
         _tell(f"ended the process of rank {context.rank} (sys.exit({end.code!r}))")
         raise

@@ -144,7 +144,6 @@ class RooflineConfig(Options):
 
         Optional peers that are not installed are left out.
         """
-        # dict.fromkeys drops a form that was given twice, and keeps the order.
         wanted = [*self.variants, *(["yours"] if self.yours else [])]
         return [
             form for form in dict.fromkeys(wanted) if form not in OPTIONAL or is_installed(form)

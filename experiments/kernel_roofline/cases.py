@@ -438,8 +438,8 @@ def add_gelu(shape: Shape, dtype: torch.dtype) -> Operation:
         inputs=[Normal(shape), Normal(shape)],
         ours=ours,
         naive=naive,
-        # The least work is that of one fused kernel, which reads x and y and writes the result.
         builtin=builtin,
+        # The least work is that of one fused kernel, which reads x and y and writes the result.
         forward_cost=kernels.elementwise.add_cost(shape, dtype),
         traffic_factor={"fwd": 5 / 3},  # the sum is also written, and read again
     )

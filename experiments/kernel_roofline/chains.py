@@ -437,8 +437,8 @@ def _label(record: Record) -> str:
 
 def advice(records: Sequence[Record]) -> list[str]:
     """Return the advisor's fusion of each chain, and whether the measurement shows that it pays."""
-    # A chain may have rows of several shapes, and each shape has a label of its own.
     lines = []
+    # A chain may have rows of several shapes, and each shape has a label of its own.
     for label, rows in grouped(records, _label).items():
         first = rows[0]
         itemsize = getattr(torch, first.config["dtype"]).itemsize

@@ -74,7 +74,6 @@ def _ceilings_of_all_processes(records: Sequence[Record], name: str) -> str:
     Each process of a resumed run measures its own, and its rows are compared with those.
     """
     found = [f"{r.metrics[name]:,.0f}" for r in records if name in r.metrics]
-    # dict.fromkeys drops repeated values and keeps their order.
     return " and ".join(dict.fromkeys(found))
 
 
@@ -270,7 +269,7 @@ def _tie(record: Record) -> str:
         return tie_mark(record, "over_peer")
     ratio = record.metrics["over_peer"]
     noise = (record.metrics.get("noise_pct") or 0.0) / 100
-    # The median is a tie if 1 lies within the noise of ours.
+    # Two rows tie if 1 is within the noise of ours.
     return TIE if ratio * (1 - noise) <= 1 <= ratio * (1 + noise) else ""
 
 
@@ -329,11 +328,11 @@ def plot_roofline(records: Sequence[Record], path: Path) -> None:
 
     Points far below the ceilings are named.
     """
+    # A row that was not timed, or that counts no FLOPs, has no place in the plot.
     mine = [
         r
         for r in records
         if r.variant == "ours" and r.metrics.get("flops") and "tflop_per_s" in r.metrics
-        # A row that was not timed, or that counts no FLOPs, has no place in the plot.
     ]
     if not mine:
         return

@@ -91,8 +91,8 @@ def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
         checked = collectives.gather_objects(checked, context.group)[0]
         for (mode, warmup), metrics in rows.items():
             metrics |= {name: checked.get(name) for name in ("loss_rel_error", "grad_rel_error")}
+            # A row that is invalid already keeps its reason.
             if metrics["status"] == "ok":
-                # A row that is invalid already keeps its reason.
                 metrics["status"] = verdict(checked, trial)
             metrics["predicted_peak_bytes"] = predicted_peak(trial, context, mode)
             run.add(

@@ -74,7 +74,6 @@ def memory(context: RankContext, config: TrialConfig, folder: Path, slug: str) -
         memory_areas(
             picture, timeline, title=f"Memory over one {scope.replace('only', 'alone')}: {where}"
         )
-        # The moment of the peak is not needed here.
         _, categories = timeline.peak()
         total = sum(categories.values())
         shared = {

@@ -135,8 +135,8 @@ def short_name(kernel: str) -> str:
     )
     if "elementwise_kernel" in name:  # what it computes is in its arguments
         name = name.replace("binary_internal::", "")
-    # Template arguments may be hundreds of characters, and say little to a reader.
     else:
+        # Template arguments may be hundreds of characters, and say little to a reader.
         name = name.split("<")[0].split("(")[0]
     return name if len(name) <= 64 else name[:63] + "…"
 
@@ -189,7 +189,7 @@ def draw_work(records: Records, path: Path) -> None:
     """
     bars = dict.fromkeys((r.config["label"], r.metrics["phase"]) for r in records)
     if len({label for label, _ in bars}) > 1:
-        # Two bars for each of many combinations are as many as a picture can hold.
+        # A picture holds two bars for each of many combinations, and not more.
         bars = dict.fromkeys(bar for bar in bars if bar[1] in ("forward", "backward"))
     known = {}  # (label, phase, kind of work) → metrics
     for record in records:

@@ -152,8 +152,8 @@ class PlanConfig(MachineOptions):
                 # A frozen dataclass has no other way, and nothing has read the value yet.
                 object.__setattr__(self, name, value)
         super().__post_init__()
+        # The other modes have no choice among layouts and optimizers.
         if self.mode == PLAN:
-            # The other modes have no choice among layouts and optimizers.
             self._check_plan()
             return
         if self.factory is not None:
@@ -198,7 +198,7 @@ class PlanConfig(MachineOptions):
                 "the nearest choices: "
                 f"--batch {count}, or {max(1, self.batch)} devices"
             )
-        # A multiple of the number of devices, and never 0.
+        # The nearest batch is a multiple of the number of devices, and never 0.
         near = max(1, round(self.batch / count)) * count
         raise ValueError(
             f"{count} devices do not divide a batch of {self.batch}; the nearest is --batch {near}"

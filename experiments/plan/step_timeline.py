@@ -23,9 +23,9 @@ def measure_timeline(config: PlanConfig, run: Run) -> None:
     lanes = {}
     for strategy in config.strategies:
         run.progress(f"simulating {strategy} on {ranks} ranks")
+        # Every rank does the same under data parallelism, so one of them is enough.
         step = simulate_training(
             model,
-            # Every rank does the same under data parallelism, so one of them is enough.
             strategy,
             batch=config.per_rank,
             world_size=ranks,

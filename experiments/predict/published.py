@@ -23,8 +23,8 @@ HOST = (
 def add_published(run: Run) -> None:
     """Add a row per published run and per row of our own records."""
     for known in PUBLISHED:
-        # The ZeRO paper gives states alone, so these rows have no step.
         add(run, from_json(known))
+    # The ZeRO paper gives states alone, so these rows have no step.
     for stage, gigabytes in ZERO_TABLE.items():
         states = zero_paper_bytes(7.5e9, 64, stage)
         metrics = _compared({"predicted_states_gb": states / 1e9}, {"states_gb": gigabytes})

@@ -76,8 +76,8 @@ def measure(config: SabotageConfig, context: RankContext, run: Run) -> None:
             continue
         run.progress(f"{number} of {len(config.mistakes)}: {name}")
         mistake = MISTAKES[name]
-        # A mistake may hang its ranks, which are then ended after two minutes.
         steps = config.check_steps, config.steps
+        # A mistake may hang its ranks, which are then ended after two minutes.
         try:
             # One start of the ranks for both, as long as the mistake neither hangs nor raises.
             healthy, broken = run_ranks(examine_both, RANKS, name, *steps, deadline_s=120.0)[0]
@@ -93,8 +93,8 @@ def measure(config: SabotageConfig, context: RankContext, run: Run) -> None:
             "healthy_passes": not caught_by(healthy),
             "healthy_loss": healthy["loss"],
             "healthy_final_loss": _end(healthy["loss"]),
-            "first_loss_diff": loss and loss[0] - healthy["loss"][0],
             # Two curves that start apart had other weights or another loss before any step.
+            "first_loss_diff": loss and loss[0] - healthy["loss"][0],
             "final_loss": loss and _end(loss),
         }
         run.add(

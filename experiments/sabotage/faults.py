@@ -255,7 +255,7 @@ class _SlowGather:
         self, gather: Callable[..., Any], output: Tensor, own: Tensor, group: ProcessGroup
     ):
         self._output = output
-        # The result goes into a buffer of its own first, which nobody reads.
+        # The result goes into a buffer of its own first, which no code reads before the wait.
         self._arrived = torch.empty_like(output)
         self._work = gather(self._arrived, own, group)
 

@@ -111,8 +111,8 @@ def disassembled(cubin: bytes) -> str:
         file.write(cubin)
         # The disassembler is another process, which reads the file by its name.
         file.flush()
-        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
         # -c prints the code alone, without the binary's other sections.
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
