@@ -38,6 +38,7 @@ def foreign_kernels() -> str | None:
     spec = importlib.util.find_spec("kernels")
     if spec is None:
         return None
+    # A package has locations to search, and a single file has none.
     if spec.submodule_search_locations is None:
         return (
             f"`import kernels` finds the file {spec.origin}, and not the package of distlab in "
@@ -50,6 +51,7 @@ def foreign_kernels() -> str | None:
             continue
         if folder.samefile(KERNELS):
             return None  # Python searches our folder before the remaining ones
+        # The first module that both folders have is enough to tell which of them is hidden.
         hidden = sorted(ours & _module_names(folder))
         if hidden:
             return (
@@ -100,6 +102,7 @@ class Rows(list):
         Raises:
             FileNotFoundError: the run has no such picture; the message lists those it has.
         """
+        # The name may contain folders, but it must lead to a file within the run.
         path = self.folder / name
         if not path.is_file():
             found = ", ".join(sorted(each.name for each in self.folder.glob("*.png")))
@@ -125,6 +128,7 @@ def run(experiment: str, **options: object) -> Rows:
     Raises:
         RuntimeError: the run failed, or a row is wrong. The message is that of the command.
     """
+    # These imports are postponed, because `import distlab` should be quick.
     import json
     import subprocess
     import sys
@@ -135,6 +139,7 @@ def run(experiment: str, **options: object) -> Rows:
     words = [sys.executable, str(COMMAND), "run", experiment, "--json"]
     for name, value in options.items():
         words.append(f"--{name.replace('_', '-')}")
+        # A list becomes several words after the option, and True becomes none.
         words += map(
             str, value if isinstance(value, list | tuple) else [] if value is True else [value]
         )
@@ -143,6 +148,7 @@ def run(experiment: str, **options: object) -> Rows:
         raise RuntimeError(
             f"distlab run {experiment} ended with exit code {done.returncode}:\n{done.stderr}"
         )
+    # The line of JSON is the last one, and names the run's folder.
     folder = Path(json.loads(done.stdout.splitlines()[-1])["out"])
     rows = [
         {"variant": record.variant, **record.config, **record.metrics}

@@ -33,6 +33,7 @@ from typing import Any
 
 from distlab.text import for_terminal
 
+# 2 is the code that argparse uses for a wrong command line.
 USAGE_ERROR = 2
 # Errors that the user can fix: print one line. Anything else is a bug: keep the traceback.
 USER_ERRORS = (ValueError, OSError, MemoryError)
@@ -67,10 +68,12 @@ def _line_of(error: Exception) -> str | None:
         said = str(error).strip()
         if type(error) is MemoryError and said:  # one of ours, which says what to do
             return said
+        # The first line says how much was asked for. What follows is advice for torch's developers.
         first = f" ({said.splitlines()[0]})" if said else ""
         return f"out of memory{first}: a smaller --batch, --context or --size takes less"
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         remedy = ""
+        # The same command resumes the run, so nothing that was measured is lost.
         if error.errno == errno.ENOSPC:
             remedy = ": make room there, then give the same command again"
         return f"{error.filename}: {error.strerror}{remedy}"
@@ -85,6 +88,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     torch = sys.modules.get("torch")  # if it is not imported, no error is torch's
     kinds = MemoryError if torch is None else (MemoryError, torch.OutOfMemoryError)
     while error is not None:
+        # Libraries raise out-of-memory errors of many classes, so texts are searched as well.
         if isinstance(error, kinds) or NO_MEMORY.search(str(error)):
             return True
         error = error.__cause__ if error.__suppress_context__ else error.__context__
@@ -96,6 +100,7 @@ class _Stream(io.FileIO):
 
     def write(self, data: Any) -> int:
         with contextlib.suppress(BrokenPipeError):
+            # The number of bytes claims success, so the writer goes on.
             return super().write(data)
         return len(data)
 
@@ -111,6 +116,7 @@ def outlive_readers() -> None:
         old = getattr(sys, name)
         # The same file descriptor, so that output of C code still goes to the same place.
         buffer = io.BufferedWriter(_Stream(old.fileno(), "w", closefd=False))
+        # A terminal shows each line at once, and a file is written in blocks.
         at_once = old.line_buffering or old.write_through
         text = io.TextIOWrapper(buffer, old.encoding, old.errors, line_buffering=at_once)
         setattr(sys, name, text)
@@ -124,10 +130,12 @@ def _open_if_closed(number: int, name: str) -> None:
     """
     if getattr(sys, name) is not None:
         return
+    # The null device is opened for reading and writing, because it serves all three streams.
     null = os.open(os.devnull, os.O_RDWR)
     if null != number:
         os.dup2(null, number)
         os.close(null)
+    # Child processes need the stream as well, and descriptors are not inherited by default.
     os.set_inheritable(number, True)
     setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
 
@@ -150,6 +158,7 @@ def until_stopped(name: str, work: Callable[[], int], *, speaks: bool = True) ->
 
     Only the main thread gets signals. In another thread this is `work()`.
     """
+    # Handlers can be installed in the main thread only.
     if threading.current_thread() is not threading.main_thread():
         return work()
     run = _Run(name, speaks)
@@ -162,6 +171,8 @@ def until_stopped(name: str, work: Callable[[], int], *, speaks: bool = True) ->
                 # Stopped work may raise another error while it cleans up.
                 if not run.asked and not isinstance(error, KeyboardInterrupt):
                     raise
+                # A KeyboardInterrupt without a signal comes from code that raises it itself, such
+                # as a debugger.
                 run.asked = run.asked or signal.SIGINT
                 run.say()
                 _end_children()
@@ -177,6 +188,7 @@ def results_go_to(folder: Path) -> None:
     """
     run = _current.get()
     if run is not None:
+        # A run may have parts in further folders, and the first folder contains them.
         run.folder = run.folder or folder
 
 
@@ -195,6 +207,7 @@ def hand_signals_over() -> None:
     """
     run = _current.get()
     if run is not None:
+        # `_watched` then takes the command for ended, and does not kill it.
         run.ended.set()
     if run is not None and run.listener is not None:
         run.listener.end()
@@ -211,6 +224,7 @@ def ended_at_once(name: str, *, speaks: bool = True) -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         if speaks:
             line = f"{name}: stopped by {_sender(number)} while starting; nothing was saved\n"
+            # os.write needs no lock. `print` could wait for one that the interrupted code holds.
             os.write(2, line.encode())
         # Not `sys.exit`: torch's import would swallow its exception.
         os._exit(128 + number)
@@ -249,6 +263,7 @@ class _Listener:
         if self.ended:
             return
         self.ended = True
+        # The outer handler gets its wakeup descriptor back.
         signal.set_wakeup_fd(self.outer)
         # The thread reads the end of the pipe, and returns.
         os.close(self.writer)
@@ -274,6 +289,7 @@ def answered(
         yield None
         return
     listener = _Listener(hear)
+    # A process under nohup ignores SIGHUP, and must go on after the terminal is closed.
     wanted = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in wanted}
     try:
@@ -322,6 +338,7 @@ class _Run:
             return
         self.said = True
         saved = what_is_saved(self.folder)
+        # Advice on how to continue makes sense only if something was saved.
         more = f"; {self.continues}" if self.continues and not saved.startswith("nothing") else ""
         after = f"after {time.monotonic() - self.begin:.0f} s"
         print(
@@ -340,9 +357,11 @@ def what_is_saved(folder: Path | None) -> str:
         return "nothing was saved"
     names = []
     for path in sorted(folder.glob("*")):
+        # Temporary files and the lock are not results.
         if not path.name.startswith((".tmp-", "run.lock")):
             names.append(path.name)
     if not names:
+        # An empty folder would be listed as a run.
         with contextlib.suppress(OSError):
             folder.rmdir()
         return "nothing was saved"
@@ -355,6 +374,7 @@ def _watched(run: _Run) -> Iterator[None]:
     """Stop the block by `Stopped` at the first signal. End the process if it does not stop."""
 
     def raise_once(number: int, frame: FrameType | None) -> None:
+        # A second signal must not interrupt the saving that the first one started.
         if not run.asked:
             run.asked = number
             raise Stopped(number)
@@ -365,11 +385,13 @@ def _watched(run: _Run) -> Iterator[None]:
             shown(failure)
 
     def end_unless_ended(number: int) -> None:
+        # The main thread had `GRACE_S` to end. It is in a call that does not see the signal.
         if not run.ended.wait(GRACE_S):
             run.asked = number
             run.say()
             _end_children()
             sys.stdout.flush()
+            # os._exit skips the cleanup that the main thread would have to take part in.
             os._exit(128 + number)
 
     shown = sys.unraisablehook

@@ -102,11 +102,13 @@ def compared(runs: Sequence[SavedRun], control: str | None = None) -> list[Recor
     """
     if len(runs) < 2:
         raise ValueError("give two runs or more, the baseline first; `distlab runs` lists them")
+    # A dictionary by experiment shows with one look whether there are several.
     experiments = {run.first.experiment: run for run in runs}
     if len(experiments) > 1:
         said = ", ".join(f"{run.path} is of {name}" for name, run in experiments.items())
         raise ValueError(f"{said}: only runs of one experiment can be compared")
     if control is not None:
+        # Ratios take the place of the rows' metrics, so everything below works alike.
         runs = [replace(run, records=_over(run, control)) for run in runs]
     # Of the last run: it decides which number is of interest, and an older one may lack it.
     metric = main_metric(runs[-1].records) if control is None else RATIO
@@ -125,6 +127,7 @@ def compared(runs: Sequence[SavedRun], control: str | None = None) -> list[Recor
         metrics = {f"run_{number}": value for number, value in enumerate(values)}
         metrics |= _verdict(found[0], found[-1], metric)
         facts = {"metric": metric, "runs": [str(run.path) for run in runs]}
+        # Two machines are named both, so that the page does not claim one.
         machine = " and ".join(dict.fromkeys(_machine(run) for run in runs))
         where = dict(runs[-1].first.environment) | {"device_name": machine}
         rows.append(Record("compare", " ".join(key), facts, metrics, where, runs[-1].first.commit))
@@ -172,9 +175,12 @@ def differences(runs: Sequence[SavedRun]) -> list[str]:
         for run in runs
     ]
     options = [shared_options(run.records) for run in runs]
+    # Environment and options are compared alike, and options are marked as such.
     for kind, known in (("", places), ("option ", options)):
         for name in known[0]:
             values = [plain(each.get(name)) for each in known]
+            # An entry that one run lacks came with another version. It does not make the set-up
+            # another one.
             if any(value != values[0] for value in values) and all(name in each for each in known):
                 found.append(f"{kind}{name}: {' → '.join(map(shown, values))}")
     return found
@@ -186,6 +192,7 @@ def other_set_up(old: SavedRun, new: SavedRun) -> list[str]:
     An option with a list of values says which rows there are. It changes no row, so it is left out.
     """
     found = []
+    # A machine is a kind of device and the number of them.
     if _machine(old) != _machine(new):
         found.append(f"{_machine(old)} → {_machine(new)}")
     old_rows, new_rows = _keyed([old, new])
@@ -235,6 +242,7 @@ def machine_moved(rows: Records) -> float | None:
     ]
     # Fewer rows may move together by chance.
     if len(moved) >= MOVED_ROWS and (min(moved) > MOVED_PCT or max(moved) < -MOVED_PCT):
+        # The change nearest to zero is what all rows have in common.
         return min(moved, key=abs)
     return None
 
@@ -252,6 +260,7 @@ def failures(rows: Records, limit_pct: float) -> list[str]:
     worse = [
         row.variant
         for row in rows
+        # The lower end must be above the limit, so noise alone cannot fail a run.
         if row.metrics["verdict"] == SLOWER and worse_by(row)[0] > limit_pct
     ]
     return [*worse, *gone(rows)]
@@ -268,6 +277,7 @@ def undecided(rows: Records, limit_pct: float) -> list[str]:
             found.append(f"{row.variant} (noise unknown)")
         elif row.metrics["verdict"] in (SLOWER, TIE):
             least, most = worse_by(row)
+            # The limit is within the interval, so the row may be on either side of it.
             if least <= limit_pct < most:
                 found.append(f"{row.variant} (up to {most:.1f} %)")
     return found
@@ -288,12 +298,14 @@ def worse_by(row: Record) -> tuple[float, float]:
         # For a rate, lower is worse.
         low, high = -high, -low
     if m["verdict"] == TIE:
+        # A tie without samples still hides a change as large as its noise.
         low, high = min(low, -noise), max(high, noise)
     return low, high
 
 
 def view_of(runs: Sequence[SavedRun], metric: str) -> View:
     """Return the table, sentences and notes that show a comparison."""
+    # More runs would need more columns than a terminal has.
     shown = range(len(runs)) if len(runs) <= MOST_COLUMNS else (0, len(runs) - 1)
     titles = {number: "baseline" if number == 0 else f"run {number + 1}" for number in shown}
     named = "; ".join(
@@ -339,6 +351,7 @@ def _keyed(runs: Sequence[SavedRun]) -> list[dict[Key, Record]]:
         return [{(name,): run.first} for run in runs]
     varying = []
     if any(len({r.variant for r in run.records}) < len(run.records) for run in runs):
+        # Variants may have several rows, and the options that vary tell these apart.
         varying = [
             name
             for name in dict.fromkeys(
@@ -369,6 +382,7 @@ def _verdict(old: Record | None, new: Record | None, metric: str) -> Metrics:
     first = None if old is None else old.metrics.get(metric)
     last = None if new is None else new.metrics.get(metric)
     is_in_first = is_number(first) and first >= 0
+    # Times, rates and sizes are not negative, so such a value is an error of the measurement.
     is_in_last = is_number(last) and last >= 0
     if not (is_in_first and is_in_last):
         nothing = dict.fromkeys(("difference_pct", "low_pct", "high_pct", "noise_pct", "least_pct"))
@@ -379,6 +393,7 @@ def _verdict(old: Record | None, new: Record | None, metric: str) -> Metrics:
         else:
             verdict = "in neither run"
         return nothing | {"verdict": verdict}
+    # Samples are stored under the name of the metric without its percentile.
     quantity = metric.removesuffix("_p50_ms")
     noises = [noise_of(record.metrics, quantity) for record in (old, new)]
     noise = max((each for each in noises if each is not None), default=None)
@@ -389,18 +404,21 @@ def _verdict(old: Record | None, new: Record | None, metric: str) -> Metrics:
     elif first == last:
         ratio = Ratio(1.0, None, None)  # also of two zeros, such as spilled bytes
     else:
+        # A change from zero has no finite ratio.
         ratio = Ratio(last / first if first else math.inf, None, None)
     # A ratio to a control has one noise. A difference of two runs has that of both.
     least = noise
     if noise is not None and metric != RATIO:
         least = 2 * noise
     percent: dict[str, float | None] = {}
+    # The ratio's three numbers become percentages of change.
     for name, value in zip(("difference_pct", "low_pct", "high_pct"), ratio, strict=True):
         percent[name] = None if value is None else 100 * (value - 1)
     is_inside_interval = ratio.low is not None and ratio.low <= 1 <= ratio.high
     is_inside_noise = least is not None and abs(percent["difference_pct"]) <= least
     is_nothing = abs(percent["difference_pct"]) < SAME_PCT
     has_unknown_noise = noise is None and ratio.low is None
+    # Either reason makes a tie, since each bound alone is too narrow.
     if is_nothing or is_inside_interval or is_inside_noise:
         verdict = TIE
     elif has_unknown_noise and not metric.endswith("_bytes"):  # bytes are counted

@@ -29,6 +29,7 @@ OK = "ok"
 LIMITED = "limited"
 MISSING = "missing"
 SIGNS = {OK: "+", LIMITED: "~", MISSING: "-"}
+# Older versions were not tried, so they are reported and not supported.
 MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 11)
 MIN_TRITON = (3, 6)
@@ -94,9 +95,11 @@ def package(name: str, least: tuple[int, int], advice: str) -> Finding:
         advice: consequence of not having it.
     """
     try:
+        # A distribution may be installed and still fail to import, so both are tried.
         importlib.import_module(name)
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
+        # A package from source has a version of its own, and no distribution.
         version = str(getattr(sys.modules.get(name), "__version__", "0.0"))
     except Exception as error:  # an import may fail in any way: a missing library, a broken wheel
         return Finding(
@@ -120,6 +123,7 @@ def find_host() -> list[Finding]:
     else:
         cores = os.cpu_count() or 1
     found = f"{cores} cores"
+    # These names exist on Linux and most Unix systems. Elsewhere the memory is left out.
     with contextlib.suppress(ValueError, OSError, AttributeError):
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         found += f", {memory_bytes / 2**30:.0f} GiB memory"
@@ -158,6 +162,7 @@ def find_gpus() -> list[Finding]:
         advice = "its peaks are not in distlab/hardware.py: MFU and roofline say n/a"
         findings.append(checked(f"GPU {index}", lookup(name) is not None, found, advice))
     if count > 1:
+        # GPU 0 stands for all, because hosts link their GPUs alike.
         peers = all(torch.cuda.can_device_access_peer(0, other) for other in range(1, count))
         links = "direct access between GPUs" if peers else "no direct access between GPUs"
         # `nvidia-smi` may be missing in a container. What torch says is then enough.
@@ -173,6 +178,7 @@ def find_gpus() -> list[Finding]:
 
 def parse_topology(matrix: str) -> str | None:
     """Return the link between GPUs 0 and 1 (NV18, PIX, …) from `nvidia-smi topo -m`, or None."""
+    # The first row of the matrix is GPU 0. The column after X is GPU 1.
     found = re.search(r"^\s*GPU0\s+X\s+(\S+)", matrix, re.MULTILINE)
     if found is None:
         return None
@@ -243,10 +249,12 @@ def find_triton() -> list[Finding]:
     from kernels._dispatch import interpreted
     from kernels.flash_attention import hopper
 
+    # The interpreter is asked for by a variable, so it is reported before the GPU.
     if interpreted():
         found = "interpreted (TRITON_INTERPRET=1)"
         kernels = Finding("kernels", LIMITED, found, "correct in fp32 and fp16, not fast")
     elif torch.cuda.device_count():
+        # None asks about this machine's GPU in general, without a problem's sizes.
         why = hopper.unavailable(None)
         attention = f"those for Hopper ({hopper.SERVED})"
         if why is not None:
@@ -265,6 +273,7 @@ def examine() -> list[Finding]:
     findings.append(torch)
     findings.append(package("matplotlib", (0, 0), f"no pictures: {INSTALL}"))
     findings.append(package("tabulate", (0, 0), f"no tables: {INSTALL}"))
+    # Without torch nothing else can be imported.
     if torch.state == MISSING:
         return findings
     findings += find_triton()
@@ -298,6 +307,7 @@ def abilities(findings: list[Finding]) -> list[Ability]:
     no_nccl = "" if state.get("NCCL") == OK else reason.get("NCCL", "no NCCL")
     on_gpus = stop or no_two_gpus or no_nccl
 
+    # The first two abilities are the main job, which `first_command` chooses between.
     bench = "distlab run ddp_bench"
     able = [
         _ability("strategies on two CPU ranks", stop, f"{bench} --nproc 2 --backend gloo"),
@@ -307,6 +317,7 @@ def abilities(findings: list[Finding]) -> list[Ability]:
         _ability("mistakes, and the checks that catch them", stop, "distlab run sabotage"),
         _ability("all tests", stop, "make test"),
     ]
+    # A machine with fewer than two GPUs runs the suite, and skips a part of it.
     if not stop and gpus < 2:
         able[-1] = replace(able[-1], why="tests that need GPUs skip")
     return able
@@ -332,6 +343,7 @@ def report(findings: list[Finding], able: list[Ability]) -> str:
     for finding in findings:
         advice = f"; {finding.advice}" if finding.advice else ""
         sign = SIGNS[finding.state]
+        # The sign comes first, so that problems can be seen at a glance.
         lines.append(f"  {sign} {finding.name:<{width}}  {finding.found}{advice}")
     lines += ["", "What runs here"]
     for ability in able:

@@ -83,6 +83,7 @@ class TimingOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # A row needs at least that many samples for an interval of its own.
         if self.steps * self.rounds < MIN_PAIRS:
             raise ValueError(
                 f"steps × rounds = {self.steps * self.rounds}: time at least {MIN_PAIRS} steps"
@@ -174,6 +175,7 @@ class Experiment(Generic[C]):
     own_view: Callable[[C], View] | None = None
 
     def __post_init__(self) -> None:
+        # A view may name itself, for example a part. Otherwise the module's name counts.
         name = self.view.name or self.measure.__module__.rpartition(".")[2]
         question = self.view.question or self._doc().strip().partition("\n")[0]
         more = {
@@ -202,8 +204,10 @@ class Experiment(Generic[C]):
         `--help` shows `short_help`, and `--help all` all options.
         """
         parser = parser_of(f"distlab run {self.name}", self._doc(), add_help=False)
+        # The help shows the defaults of this machine, which depend on whether it has a GPU.
         defaults = self.preset("", _on_gpu(None))
         own = self._own_options()
+        # Options that a base class of the lab declares are shared by several experiments.
         shared = [each.name for each in declared_options(self.config) if each.name not in own]
         add_options(parser.add_argument_group("its own options"), self.config, defaults, own)
         if shared:
@@ -212,6 +216,7 @@ class Experiment(Generic[C]):
 
         frame = parser.add_argument_group("options of every experiment")
         frame.add_argument("-h", "--help", action=_Help, nargs="?", short_help=self.short_help)
+        # Forms for a device are chosen by the device, so they cannot be asked for.
         presets = [name for name in self.presets if name.rpartition("-")[2] not in ("gpu", "cpu")]
         if "quick" in presets:
             frame.add_argument(
@@ -225,17 +230,20 @@ class Experiment(Generic[C]):
             frame.add_argument("--preset", choices=presets, help="options chosen for a purpose")
         if self.ranks != "none":
             add_options(frame, DeviceOptions if self.ranks == "one" else RankOptions)
+        # The frame's options come last, because they matter least for what is measured.
         add_options(frame, FrameOptions)
         return parser
 
     def short_help(self) -> str:
         """Return the question, examples, the experiment's own options and its presets."""
         question, second, *_ = [*self._doc().split("\n\n"), ""]
+        # The second paragraph of a docstring has the examples, if it is indented.
         examples = second if second.startswith(" ") else f"    distlab run {self.name}"
         help = parser_of(f"distlab run {self.name}", f"{question}\n\n{examples}", add_help=False)
         help.usage = argparse.SUPPRESS
         group = help.add_argument_group("its own options [default]")
         add_options(group, self.config, self.preset("", _on_gpu(None)), self._own_options())
+        # A wider line would be hard to read, also on a wide terminal.
         width = min(100, shutil.get_terminal_size((100, 24)).columns)
         lines = [
             "presets (--preset NAME, --quick; gpu, cpu and NAME-cpu apply on such a device):",
@@ -258,6 +266,7 @@ class Experiment(Generic[C]):
         package = self.measure.__module__
         own = []
         for base in self.config.__mro__:
+            # A package of several modules counts as one experiment.
             if base.__module__ == package or base.__module__.startswith(f"{package}."):
                 own += base.__annotations__
         return [each.name for each in declared_options(self.config) if each.name in own]
@@ -270,6 +279,7 @@ class Experiment(Generic[C]):
         device = "gpu" if on_gpu else "cpu"
         # The device's values first, so that a preset that was asked for wins.
         found = dict(self.presets.get(device, {}))
+        # The form of a preset for this kind of device adds to the preset.
         if name:
             found |= {**self.presets[name], **self.presets.get(f"{name}-{device}", {})}
         return found
@@ -294,8 +304,10 @@ class Experiment(Generic[C]):
             raise ValueError("--device cuda: this machine has no GPU; leave it out, or give cpu")
         on_gpu = _on_gpu(frame)
         self._require_gpus(frame.preset, on_gpu)
+        # Only what was typed counts, and not what a preset sets.
         asked = given(self.config, args)
         self.config.check_given(asked)
+        # The order is the precedence: a preset is over defaults, and the command line over both.
         return self.config(**self.preset(frame.preset, on_gpu) | asked), frame
 
     def _require_gpus(self, preset: str, on_gpu: bool) -> None:
@@ -304,6 +316,7 @@ class Experiment(Generic[C]):
         if usable >= self.gpus or self._is_small_on_cpu(preset):
             return
         asked = "" if not preset else " --quick" if preset == "quick" else f" --preset {preset}"
+        # Presets that would work here are the best advice.
         names = [name for name in self.presets if self._is_small_on_cpu(name) and name != "smoke"]
         small = ["--quick" if name == "quick" else f"--preset {name}" for name in names]
         remedy = f"; {' or '.join(small)} runs a small form here" if small else ""
@@ -330,6 +343,7 @@ class Experiment(Generic[C]):
         config = self.prepare(config, context)
         with (
             run_folder(context, frame.out, self.name, frame.name, fresh=frame.fresh) as folder,
+            # The lock keeps two processes from writing into one run.
             hold(folder, context, progress.keep),
             contextlib.closing(progress),
         ):
@@ -340,6 +354,8 @@ class Experiment(Generic[C]):
                     f"this run is complete, since {since} ({folder}). --fresh measures it again, "
                     "another --name begins a new one"
                 )
+                # A complete run is not measured again, but its result decides the exit code as
+                # before.
                 return self._exit_code(run, run.records)
             run.progress, run.notice = progress, progress.keep
             run.show = partial(self.show, run, progress, json_only=frame.json)
@@ -355,11 +371,13 @@ class Experiment(Generic[C]):
 
         Returns it, with the rows that are already there, on every rank.
         """
+        # The environment of a calculation must not depend on a GPU that it does not use.
         where = environment("cpu" if self.ranks == "none" else context.device)
         view = self.view if self.own_view is None else self.own_view(config)
         header = Header(
             view.name, plain(asdict(config)), context.world_size, where, commit(default)
         )
+        # Rank 0 reads the folder and sends the run, so that all ranks resume alike.
         run = on_main(context, lambda: open_run(header, folder, self.may_change))
         run.is_main = context.is_main
         return run
@@ -380,6 +398,7 @@ class Experiment(Generic[C]):
         own: Records = ()
         for view, records, page in self._written(run):
             is_own = view.name == run.header.experiment
+            # A table that was shown before the explanation is not printed again.
             say(view, records, page, table=not run.shown, quiet=json_only, line=is_own)
             if is_own:
                 own = records
@@ -403,6 +422,7 @@ class Experiment(Generic[C]):
 
         Yields (view, records with what the view derives, page) for each.
         """
+        # Parts come first, so that the run's own findings are the last lines.
         parts = {name: part for name, part in run.parts.items() if part.records}
         for name, rows in {**parts, run.header.experiment: run}.items():
             view = self.views()[name]

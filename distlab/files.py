@@ -29,10 +29,12 @@ def atomic_path(path: AnyPath) -> Iterator[Path]:
         OSError: the folder cannot be written, or nothing was written to the temporary path.
     """
     path = Path(path)
+    # The process is part of the name, so two writers do not share a temporary file.
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     try:
         yield temporary
         with open(temporary, "rb") as written:
+            # The data must be on the disk before the name is, or a power cut leaves an empty file.
             os.fsync(written.fileno())
         os.replace(temporary, path)
         with contextlib.suppress(OSError):  # not every platform lets a folder be opened
@@ -53,6 +55,7 @@ def write_whole(path: AnyPath, text: str) -> None:
 def digest_of(body: Mapping[str, Any]) -> str:
     """SHA-256 of plain values without their own `digest`, in canonical JSON."""
     body = {key: value for key, value in body.items() if key != "digest"}
+    # Sorted keys and fixed separators give one text for equal values.
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

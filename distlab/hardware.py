@@ -291,6 +291,7 @@ class ClusterSpec:
                 f"oversubscription={self.oversubscription}: 1 for switches that carry all that the "
                 "cards send, more where they carry less"
             )
+        # A network faster than NVLink is a mistake of units, such as bits for bytes.
         if self.hosts > 1 and self.between > self.inside:
             raise ValueError(
                 f"a GPU of {self.name} sends {self.between / GB:g} GB/s to other hosts and "
@@ -401,6 +402,7 @@ def cluster(text: str) -> ClusterSpec:
         )
     gpus = int(size)
     each = spec.gpus_per_host
+    # A part of one host may be used, and several hosts only as a whole.
     if gpus > each and gpus % each:
         near = max(1, round(gpus / each)) * each
         raise ValueError(
@@ -464,5 +466,6 @@ def peak_of(device: torch.device, dtype: str) -> float | None:
     """
     if device.type != "cuda":
         return None
+    # torch multiplies fp32 matrices in TF32 where that is allowed, so the higher peak counts.
     tf32 = dtype == "fp32" and torch.backends.cuda.matmul.allow_tf32
     return peak_flops(torch.cuda.get_device_name(device), "tf32" if tf32 else dtype)

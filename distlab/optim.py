@@ -29,11 +29,13 @@ from distlab.parallel.state_dicts import own_part, watch_states
 
 
 def _original_factor(rows: int, columns: int) -> float:
+    # Tall matrices get a larger step, since their update has a smaller root mean square.
     return math.sqrt(max(1, rows / columns))
 
 
 def _factor_of_adamws_rms(rows: int, columns: int) -> float:
     """Return the factor with which an update has about the root mean square of AdamW's."""
+    # 0.2 is about the root mean square of AdamW's updates in training.
     return 0.2 * math.sqrt(max(rows, columns))
 
 
@@ -116,6 +118,7 @@ class Muon(Optimizer):
             "orthogonalize": True,
         }
         super().__init__(params, defaults)
+        # Wrappers load and save states through hooks, which must know this optimizer.
         watch_states(self)
 
     @staticmethod
@@ -129,6 +132,7 @@ class Muon(Optimizer):
         Raises:
             ValueError: no block has a matrix.
         """
+        # Tied parameters have several names, and each of them matters here.
         modules = model.named_modules(remove_duplicate=False)
         lists = [name for name, module in modules if isinstance(module, nn.ModuleList)]
         # The names of parameters in blocks begin with one of these.
@@ -158,6 +162,7 @@ class Muon(Optimizer):
         """
         super().add_param_group(param_group)
         try:
+            # torch adds the group first, so a refused one must be removed again.
             _check(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()  # a caller that catches the error can go on with the others
@@ -232,6 +237,7 @@ class Muon(Optimizer):
         # Process group that shares the matrices → matrices. The key of whole matrices is None.
         by_ranks: dict[ProcessGroup | None, list[Tensor]] = {}
         for matrix in matrices:
+            # A matrix without elements has no direction.
             if whole_shape(matrix).numel() == 0:
                 continue  # no rank has an element to step
             spread = spread_of(matrix)
@@ -268,6 +274,7 @@ class Muon(Optimizer):
         """
         gradients = [matrix.grad for matrix in matrices]
         for matrix, gradient in zip(matrices, gradients, strict=True):
+            # The state is made at the first step, as torch's optimizers do.
             if not self.state[matrix]:
                 self.state[matrix]["momentum_buffer"] = torch.zeros_like(gradient)
         buffers = [self.state[matrix]["momentum_buffer"] for matrix in matrices]
@@ -405,11 +412,13 @@ def _check(group: Group) -> None:
         if not value >= 0:  # also true of NaN
             raise ValueError(f"Muon: {name}={value}: give a number of 0 or more")
     betas = group["betas"]
+    # A beta of 1 would never forget, and divide by zero in the bias correction.
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"Muon: betas={betas}: give two numbers of at least 0 and below 1")
     if len(group["ns_coefficients"]) != 3:
         raise ValueError(f"Muon: ns_coefficients={group['ns_coefficients']}: give three numbers")
     steps = group["ns_steps"]
+    # True is an int to Python, and would count as one iteration.
     if isinstance(steps, bool) or not isinstance(steps, int):
         raise ValueError(f"Muon: ns_steps={steps!r}: give a whole number")
     if steps < 1:
@@ -421,6 +430,7 @@ def _check(group: Group) -> None:
         if group[name] not in allowed:
             shown = ", ".join(str(each) for each in allowed)
             raise ValueError(f"Muon: {name}={group[name]!r}: give one of {shown}")
+    # Groups for AdamW take parameters of any shape.
     if not group["orthogonalize"]:
         return
     for parameter in group["params"]:
@@ -451,6 +461,7 @@ def _check_state(state: dict[str, Any], parameter: Tensor, number: int, group: G
         number: number of the parameter in the saved groups.
         group: options with which it will be stepped.
     """
+    # The two kinds of groups keep different state.
     needed = STATE_OF_MATRICES if group["orthogonalize"] else STATE_OF_ELEMENTS
     if state and not set(needed) <= state.keys():
         raise ValueError(

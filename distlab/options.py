@@ -75,6 +75,7 @@ def option(
         positional=positional,
         kind=kind,
     )
+    # The declaration travels with the field, so a subclass inherits it.
     return field(default=default, metadata={"option": declaration})
 
 
@@ -120,6 +121,8 @@ class DeclaredOption:
     @property
     def maximum(self) -> float | None:
         """Largest number that is allowed, or None."""
+        # Only whole numbers have this default limit: a float may be large on purpose, such as
+        # tokens.
         if self.declaration.maximum is None and self.kind is int:
             return LARGEST
         return self.declaration.maximum
@@ -127,10 +130,12 @@ class DeclaredOption:
     def problem(self, value: Any) -> str | None:
         """Return why one value is not allowed and what to give, or None if it is allowed."""
         declared = self.declaration
+        # A word stands for a value outside of the limits, such as None.
         if value is None or value in declared.words.values():
             return None
         if declared.choices is not None:
             return None if value in declared.choices else unknown(value, declared.choices)
+        # bool is an int to Python, and has no limits.
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
         allowed = (
@@ -165,6 +170,7 @@ class DeclaredOption:
         try:
             value = self.kind(text)
         except ValueError:
+            # A type of its own raises an error with its own text, which argparse shows.
             if self.kind not in (int, float):
                 raise
             raise argparse.ArgumentTypeError(f"{text!r}: give {self.limits()}") from None
@@ -177,6 +183,7 @@ class DeclaredOption:
 
     def read_several(self, text: str) -> tuple[Any, ...]:
         """Return the values of a text in which commas may separate them. Raises as `read`."""
+        # The word `all` needs a list of choices that it can stand for.
         if text == "all" and self.declaration.choices is not None:
             return tuple(self.declaration.choices)
         parts = [part.strip() for part in text.split(",") if part.strip()]
@@ -190,6 +197,7 @@ class DeclaredOption:
     def help(self, default: Any) -> str:
         """Return the help text with the default in brackets."""
         choices = self.declaration.choices
+        # A default of None is described in the help text itself, in brackets.
         if default is None or default == () or default is MISSING or self.kind is bool:
             return self.declaration.help
         if choices is not None and default == tuple(choices):
@@ -206,6 +214,7 @@ def declared_options(config: type["Options"]) -> list[DeclaredOption]:
             continue
         declaration: Declaration = each.metadata["option"]
         kind = types[each.name]
+        # A tuple of one type is an option with several values.
         takes_several = typing.get_origin(kind) is tuple
         if takes_several:
             kind = typing.get_args(kind)[0]
@@ -283,6 +292,7 @@ def _add_argument(
     default: Any,
 ) -> None:
     keywords: dict[str, Any] = {
+        # argparse formats help texts, so a percent sign must be doubled.
         "help": option.help(default).replace("%", "%%"),
         "default": argparse.SUPPRESS,
     }
@@ -315,6 +325,7 @@ class Parser(argparse.ArgumentParser):
         known = list(self._option_string_actions)
         for action in self._actions:
             known += action.choices or ()
+        # argparse puts the wrong word into its message, in one of two forms.
         typed = re.search(r"(?:choice: '|arguments: )([^\s'=]+)", message)
         hint = did_you_mean(typed[1], known) if typed else ""
         self.exit(2, f"{self.prog}: error: {message}{hint}\n")

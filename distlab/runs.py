@@ -106,6 +106,7 @@ def make_folder(root: str | Path, experiment: str, name: str | None = None) -> P
             f"results cannot be written under {parent} ({reason}): "
             "pass --out FOLDER with a folder that you can write to"
         ) from error
+    # A signal from here on reports this folder as the place of the results.
     results_go_to(path)
     return path
 
@@ -115,6 +116,7 @@ def check_names(out: str, *names: str | None) -> None:
     if not out or not out.isprintable():
         raise ValueError(f"--out {out!r} names no folder: give one, such as outputs")
     for name in names:
+        # The pattern allows no separators, so a name cannot lead out of the folder.
         if name is not None and (not re.fullmatch(r"[\w.-]+", name) or name in (".", "..")):
             raise ValueError(
                 f"--name {name!r} cannot name a folder: use letters, digits, '-', '_' and '.'"
@@ -131,6 +133,7 @@ def _fresh_folder(parent: Path) -> Path:
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     attempt = 1
     while True:
+        # The second of two runs in one second gets a number.
         folder = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")
         with contextlib.suppress(FileExistsError):
             folder.mkdir()  # mkdir itself decides between two runs that race for one name
@@ -170,6 +173,7 @@ def same_run(before: Header, now: Header, may_change: Sequence[str] = ()) -> lis
             "experiment": header.experiment,
             "commit": header.commit,
             "number of ranks": header.world_size,
+            # A run may be resumed on another machine of the same kind, so only the device counts.
             "device": header.environment.get("device_name"),
             **{
                 f"option {name}": value
@@ -226,6 +230,7 @@ class Run:
             metrics: name → measured value.
             config: settings of the row that the options do not hold.
         """
+        # Each row says all of its options, so that it can be read without the run.
         facts = {**self.header.config, "world_size": self.header.world_size, **config}
         record = Record(
             self.header.experiment,
@@ -249,6 +254,7 @@ class Run:
         """Put other metrics in the place of a row's, and return the new row. Call `save` then."""
         changed = replace(record, metrics=dict(metrics))
         for position, known in enumerate(self.records):
+            # The row is found by identity, because equal rows may exist.
             if known is record:
                 self.records[position] = changed
         return changed
@@ -256,6 +262,7 @@ class Run:
     def save(self) -> None:
         """Write the rows so far atomically, and before the first of them the header."""
         if self.is_main:
+            # The header is written once, with the first row.
             if not (self.path / HEADER).is_file():
                 write_checked(self.path / HEADER, plain(self.header))
             write_json(self.records, self.path / ROWS)
@@ -268,6 +275,7 @@ class Run:
 
     def done(self, variant: str, **config: Any) -> Record | None:
         """Return the row of this variant, and of this configuration, if it is there already."""
+        # There is something to continue only once a row is saved.
         if self.records:
             how_to_continue(f"the same command with --name {self.path.name} continues")
         for record in self.records:
@@ -301,6 +309,7 @@ def open_run(header: Header, folder: Path, may_change: Sequence[str] = ()) -> Ru
     saved = folder / HEADER
     rows = folder / ROWS
     records = []
+    # A folder without a header is new, or failed before its first row.
     if saved.is_file():
         before = from_fields(Header, read_checked(saved), saved)
         found = same_run(before, header, may_change)
@@ -330,6 +339,7 @@ def rows_of(run: str | Path, *roots: str | Path) -> Path:
     Raises:
         ValueError: there is no such file. The message says how to name a run.
     """
+    # The empty root stands for the path as it was given.
     paths = [Path(root, run) for root in ("", *roots)]
     # The path as it is, before names under the folders of results.
     for path in paths:
@@ -351,6 +361,7 @@ def files_of(roots: Sequence[Path]) -> list[Path]:
     forms = (f"*/*/{ROWS}", *(f"*/*/{name}" for name in STARTED), "*/*.json")
     found = (path for root in roots for form in forms for path in root.glob(form))
     rows = {path.with_name(ROWS) if path.name in STARTED else path for path in found}
+    # The folder `compare` holds comparisons, which are not measured.
     return [path for path in sorted(rows) if path.parts[-3] != "compare"]
 
 
@@ -445,6 +456,7 @@ def described(path: Path, defaults: Defaults, results: Results = result_of) -> d
         raise ValueError(f"{path}: no rows")
     first = records[0]
     count = first.config.get("world_size") or 1
+    # A page that was redrawn has no measurement of its own.
     redrawn = "redrawn; " if path.with_name(REDRAWN).is_file() else ""
     # The result of a run that was cut off is that of the rows so far.
     stopped = "stopped; " if _is_unfinished(path, first) else ""
@@ -463,6 +475,7 @@ def described(path: Path, defaults: Defaults, results: Results = result_of) -> d
 def _is_unfinished(path: Path, row: Record) -> bool:
     """Return whether a run ended before its last result, or a training run before its last step."""
     header = path.with_name(HEADER)
+    # Records under records/ and training runs have no header.
     if path.name == ROWS and header.is_file():
         return read_checked(header)["complete"] is None
     return row.experiment == "train" and row.metrics["steps"] < row.config["steps"]
@@ -497,6 +510,7 @@ def listed(
     A run that cannot be read says so in its result.
     """
     rows = []
+    # Files are read one by one, so that one broken run does not hide the others.
     for path in files:
         try:
             rows.append(described(path, defaults, results))
@@ -529,6 +543,7 @@ def as_text(rows: Sequence[Mapping[str, str]], columns: int) -> str:
         {heading: for_terminal(" ".join(text.split())) for heading, text in row.items()}
         for row in rows
     ]
+    # Names are padded to the longest one, so that times are below each other.
     longest = max(len(row["run"]) for row in rows)
     texts = []
     for row in rows:
@@ -553,6 +568,7 @@ def write_index(root: Path, lines: Sequence[Mapping[str, str]] = ()) -> Path:
         lines: descriptions of the runs, from `listed`. Pages of other folders, such as comparisons,
             have only their link.
     """
+    # Names are compared as bytes, since a folder may have a name that is not UTF-8.
     said = {os.fsencode(os.path.relpath(line["run"], root)): line for line in lines}
     pages = sorted(
         root.glob("*/*/report.html"), key=lambda page: page.stat().st_mtime_ns, reverse=True
@@ -579,6 +595,7 @@ def new_folder(root: str | Path, name: str) -> Iterator[Path]:
 
     If that fails, nothing is left.
     """
+    # Folders that existed before must stay, also if they are empty.
     existed = [path for path in (Path(root), Path(root) / name) if path.is_dir()]
     folder = make_folder(root, name)
     try:

@@ -79,6 +79,7 @@ class RanksFailed(RuntimeError):
         first = next(iter(failures))
         self.failures = failures
         self.kind = kind
+        # The first failure is the cause of all others.
         self.cause = cause or failures[first].strip().splitlines()[-1]
         sections = [f"--- rank {rank} ---\n{text}" for rank, text in failures.items()]
         super().__init__("\n".join([f"rank {first}: {self.cause}", *sections]))
@@ -160,6 +161,7 @@ def run_ranks(
     __tracebackhide__ = True  # pytest then shows the line of the test that called this function
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: at least one rank")
+    # multiprocessing sets this mark while a new process imports the main module.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         # A rank process imports an unguarded script. The script's own call says what to do.
         sys.exit(1)
@@ -185,6 +187,7 @@ def run_ranks(
         with tempfile.TemporaryDirectory(prefix="distlab-") as folder:
             settings = (os.path.join(folder, "store"), world_size, backend, device, group_timeout_s)
             for rank, process in enumerate(ranks):
+                # A pickled job is sent to each rank with its number and the settings of the group.
                 process.pipe.send_bytes(pickle.dumps((rank, settings, job)))
             # From here, since starting the processes may take long, and is not the job's time.
             deadline = time.monotonic() + deadline_s
@@ -195,6 +198,7 @@ def run_ranks(
             f"run_ranks was interrupted, and its {world_size} ranks are ended"
         ) from None
     if failures:
+        # Causes come first, because a reader looks at the first failure only.
         ordered = sorted(failures, key=lambda rank: failures[rank].place())
         first = failures[ordered[0]]
         texts = {rank: failures[rank].text for rank in ordered}
@@ -251,6 +255,7 @@ def check_gradients(
         "where": where,
     }
     try:
+        # The function and its arguments go by name, since rank processes import them.
         answers = run_ranks(
             _answer,
             ranks,
@@ -259,6 +264,7 @@ def check_gradients(
             _name_of(wrap),
             options,
             group_timeout_s=timeout_s,
+            # The check trains twice and judges, which takes minutes for a large model.
             deadline_s=600.0,
         )
     except RanksFailed as failed:
@@ -267,6 +273,7 @@ def check_gradients(
             "or wrong"
         )
         raise RanksFailed(failed.failures, cause, failed.kind) from None
+    # An error that the check expects is the same on all ranks.
     if isinstance(answers[0], Exception):
         raise answers[0]
     return answers[0]
@@ -297,6 +304,7 @@ class _Rank:
     """A reusable rank process and the pipe to it."""
 
     def __init__(self) -> None:
+        # A fork server has torch imported, and no threads that a fork could break.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.pipe, theirs = context.Pipe()
@@ -304,12 +312,14 @@ class _Rank:
         arguments = (theirs, list(sys.path), self.stacks.name)
         self.process = context.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
+        # The child has the other end. An open copy here would hide that the child has ended.
         theirs.close()
 
     def dump_stack(self) -> str:
         """Return the Python stacks of the process's threads at this moment."""
         if self.process.is_alive():
             os.kill(self.process.pid, signal.SIGUSR1)
+            # The signal's handler writes the stack within a moment.
             time.sleep(0.2)
         return self.stacks.read()
 
@@ -343,6 +353,7 @@ class _Rank:
 
     def kill(self) -> None:
         """Kill the process, and its process group if it leads one. Close the pipe to it."""
+        # A process leads a group only after os.setsid, which a job may call.
         with contextlib.suppress(ProcessLookupError):  # there is no such group
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
@@ -361,6 +372,7 @@ def _end_if_edited() -> None:
     now = {}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None) or ""
+        # Installed packages do not change while tests run.
         if "site-packages" not in file and os.path.isfile(file):
             now[file] = os.path.getmtime(file)
     if any(_sources.get(file, written) != written for file, written in now.items()):
@@ -379,6 +391,7 @@ def _started_ranks(world_size: int, deadline_s: float) -> list[_Rank]:
     _ranks.extend(new)
     for rank in new:
         try:
+            # The process imports the main module before it answers.
             if not rank.pipe.poll(deadline_s):
                 raise EOFError
             rank.pipe.recv_bytes()
@@ -421,6 +434,7 @@ def _collect(
         if remaining <= 0:
             break
         if memory_bytes is not None:
+            # A wait of at most this long ends between two looks at the memory.
             remaining = min(remaining, MEMORY_POLL_S)
             for pipe, number in list(waiting.items()):
                 if ranks[number].resident_bytes() > memory_bytes:
@@ -430,6 +444,7 @@ def _collect(
                     fate = f"the process took more than {memory_bytes / 2**30:.1f} GiB"
                     failures[number] = _Failure(fate, fate, time.monotonic(), TOO_LARGE)
                     deadline = min(deadline, time.monotonic() + GRACE_S)
+        # `wait` returns the pipes that have an answer or were closed.
         for pipe in wait(list(waiting), timeout=remaining):
             number = waiting.pop(pipe)
             try:
@@ -460,6 +475,7 @@ def _collect(
 
 def _serve(pipe: Connection, path: list[str], stacks: str) -> None:
     """Run one job after another in a rank process, until the pipe closes."""
+    # The rank must find the same modules as its caller, in the same order.
     sys.path[:] = path
     # A terminal's Ctrl-C is for the caller, which ends this process.
     signal.signal(signal.SIGINT, lambda *_: None)
@@ -488,6 +504,8 @@ def _serve(pipe: Connection, path: list[str], stacks: str) -> None:
             except EOFError:
                 return
             try:
+                # Results are pickled here, so that one that cannot be pickled becomes this rank's
+                # failure.
                 answer = pickle.dumps((True, _run_job(message)))
             except BaseException as error:
                 answer = pickle.dumps((False, _raised(error)))
@@ -538,6 +556,7 @@ def _run_job(message: bytes) -> Any:
         ) from None
     # A job ends with a garbage collection, which need not search torch and the other imports.
     gc.freeze()
+    # A file needs no port, so calls of several test processes do not collide.
     store = dist.FileStore(path, world_size)
     with rank_context(
         backend=backend,

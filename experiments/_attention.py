@@ -37,6 +37,7 @@ VARIANTS = (
     "ours-deterministic",
     "ours",
 )
+# The groups are batch, heads, key heads, queries, keys, head dim and mask.
 WRITTEN = re.compile(
     r"(\d+)x(\d+)(?::(\d+))?x(\d+)(?::(\d+))?x(\d+)(?:/(full|window=\d+|documents=\d+))?"
 )
@@ -95,11 +96,14 @@ class Shape:
             window=int(number) if kind == "window" else None,
             documents=int(number) if kind == "documents" else None,
         )
+        # A size of 0 or heads in unequal groups would fail later, within a kernel and without a
+        # clear message.
         head_sizes = (shape.heads, shape.kv_heads, shape.head_dim)
         if 0 in (shape.batch, shape.queries, shape.keys, *head_sizes):
             return None
         if shape.heads % shape.kv_heads:
             return None
+        # Documents are ranges of positions, which queries and keys must share.
         if shape.documents is not None and shape.queries != shape.keys:
             return None
         return shape
@@ -138,6 +142,7 @@ class Shape:
 
     def flops(self) -> float:
         """Return the FLOPs of the forward, by convention: visible pairs only."""
+        # Borders between documents are random, so the lengths must be counted.
         ids = self.document_ids()
         if ids is None:
             return self._part_flops(self.queries, self.keys)
@@ -147,6 +152,7 @@ class Shape:
 
     def _part_flops(self, queries: int, keys: int) -> float:
         """Return the FLOPs of the forward of one document, or of a sequence without documents."""
+        # The heads of k decide the bytes, and the heads of q the FLOPs. Both are part of the cost.
         q_shape = (self.batch, self.heads, queries, self.head_dim)
         k_shape = (self.batch, self.kv_heads, keys, self.head_dim)
         return cost(q_shape, k_shape, torch.bfloat16, causal=self.causal, window=self.window).flops
@@ -171,10 +177,12 @@ def _sdpa(variant: str, shape: Shape) -> Attention:
     """Return torch's SDPA, limited to the backend of a variant."""
     call = functools.partial(
         F.scaled_dot_product_attention,
+        # SDPA aligns its mask at the top left, so query i sees keys 0 to i.
         is_causal=shape.causal,
         enable_gqa=shape.heads != shape.kv_heads,
     )
     backend = BACKENDS[variant]
+    # Without `sdpa_kernel` torch chooses the backend itself, as it does for its users.
     return call if backend is None else sdpa_kernel(backend)(call)
 
 
@@ -200,6 +208,7 @@ def _flash_attention_4(shape: Shape) -> Attention:
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q_BTHD, k_BTHD, v_BTHD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        # The function also returns the log-sum-exp, which no other variant returns.
         o_BTHD, *_ = flash_attn_func(q_BTHD, k_BTHD, v_BTHD, causal=shape.causal)
         return o_BTHD.transpose(1, 2)
 
@@ -208,8 +217,10 @@ def _flash_attention_4(shape: Shape) -> Attention:
 
 def suits(variant: str, shape: Shape, dtype: str) -> bool:
     """Return whether a variant has a row: it knows the mask, and differs from others there."""
+    # In bf16 the option `precision` changes nothing, so the row would repeat that of `ours`.
     if variant == "ours-ieee":
         return dtype == "float32"
+    # The wrappers of SDPA and FlashAttention-4 here pass on only `causal`.
     return shape.is_plain or variant not in ("fa4", *BACKENDS)
 
 
@@ -225,6 +236,8 @@ def build(variant: str, shape: Shape, device: str) -> Attention:
     if variant == "flex":
         return _flex(shape, ids, device)
     if variant in ("naive", "compiled"):
+        # A plain causal call makes its mask in the call, so that its memory is counted as in
+        # textbooks.
         seen = None if shape.causal and shape.is_plain else shape.mask(device)
         function = naive if variant == "naive" else torch.compile(naive, dynamic=False)
         return functools.partial(function, seen=seen)
@@ -276,6 +289,7 @@ def errors(results: Sequence[Tensor], expected: Sequence[Tensor], shape: Shape) 
 
     `results` are (o, *gradients).
     """
+    # Only one head was computed exactly, so the same head is taken of every result.
     found = [(last_head(x, shape) - y).abs().max() for x, y in zip(results, expected, strict=True)]
     o, *grads = torch.stack(found).tolist()  # one wait for the device
     return {"max_abs_error": o, "max_abs_grad_error": max(grads)}
@@ -289,6 +303,7 @@ def inputs(shape: Shape, dtype: str, device: str) -> list[Tensor]:
     q_shape = (shape.batch, shape.heads, shape.queries, shape.head_dim)
     k_shape = (shape.batch, shape.kv_heads, shape.keys, shape.head_dim)
     tensors = [
+        # Drawing in fp32 and rounding gives all dtypes the same values but for rounding.
         torch.randn(size, device=device).to(getattr(torch, dtype))
         for size in (q_shape, k_shape, k_shape, q_shape)
     ]

@@ -33,6 +33,7 @@ class SelfAttention(nn.Module):
         d = shape.d_model
         self.head_dim = d // shape.num_heads
         kv_width = shape.kv_heads * self.head_dim
+        # The attribute names are those of Hugging Face, by which state dicts are matched.
         self.q_proj = linear(d, d)
         self.k_proj = linear(d, kv_width)
         self.v_proj = linear(d, kv_width)
@@ -103,6 +104,7 @@ def torchs(cos: Tensor, sin: Tensor) -> tuple[Callable, ...]:
 
     What torch does not have is made of its operations.
     """
+    # torch has no rotation of its own. Ours in plain torch, `rope`, takes its place.
     return nn.RMSNorm, MLP, each(rope, cos, sin), sdpa
 
 
@@ -111,6 +113,7 @@ def ours(cos: Tensor, sin: Tensor) -> tuple[Callable, ...]:
 
     Attention is a function of (B, H, T, D) tensors, because a rotated q has that shape.
     """
+    # These imports load Triton, which the other layers do not need.
     import kernels.nn
     from kernels.flash_attention import flash_attention
     from kernels.rope import rope
@@ -131,6 +134,7 @@ def ligers(cos: Tensor, sin: Tensor) -> tuple[Callable, ...]:
     from liger_kernel.transformers import LigerRMSNorm, LigerSwiGLUMLP, liger_rotary_pos_emb
 
     def mlp(d: int, d_ff: int) -> nn.Module:
+        # Liger's MLP takes a configuration of transformers, of which it reads these three fields.
         return LigerSwiGLUMLP(
             SimpleNamespace(hidden_act="silu", hidden_size=d, intermediate_size=d_ff)
         )

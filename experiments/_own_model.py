@@ -25,11 +25,13 @@ from distlab.train.step import TrainStep, under_autocast
 
 def own_facts(factory: str | None) -> dict[str, str | None]:
     """Return what a record says of a user's model: the commit of the repository that holds it."""
+    # The lab's own models are part of the commit of the record itself.
     if factory is None:
         return {}
     return {"model_commit": commit_of(source_of(factory_of(factory)))}
 
 
+# A search over many choices asks for the same simulated steps again, so results are cached.
 @lru_cache(maxsize=256)
 def simulated(
     name: str, strategy: str, batch: int, ranks: int, dtype: str = "fp32"
@@ -50,6 +52,7 @@ def simulated(
         return made(name)[0]  # without its loss and its examples
 
     def make_step(wrapper: ParallelModel, optimizer: Optimizer, mark: Mark) -> Callable[[], Any]:
+        # Batch 0 of rank 0 stands for all: without values, only shapes and dtypes matter.
         examples = task.batches(0, 0, torch.device("cpu"))
         loss_fn = task.loss_fn
         if wrapper.casts_parameters:
@@ -96,6 +99,7 @@ def peaks(
     """
     command = [
         sys.executable,
+        # -P keeps the working directory off the path of imports, where a file could hide a module.
         "-P",
         "-m",
         "experiments._own_model",
@@ -105,6 +109,7 @@ def peaks(
         dtype,
         *strategies,
     ]
+    # The child finds the user's module by the paths that this process has, in the same order.
     path = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path}
@@ -117,6 +122,7 @@ def main(name: str, batch: str, ranks: str, dtype: str, *strategies: str) -> Non
     """Print `peaks` in this process as JSON."""
     found = {}
     for strategy in strategies:
+        # A strategy that cannot be simulated leaves the others with their predictions.
         with suppress(ValueError):
             step = simulated(name, strategy, int(batch), int(ranks), dtype)
             peak = {

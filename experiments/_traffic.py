@@ -19,6 +19,8 @@ class TrafficLog(EventLog):
     def _add_operator(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         before = len(self.items)
         super()._add_operator(func, args, kwargs, result)
+        # The base class has appended the operators of this call, so the new ones are after
+        # `before`.
         for operator in self.items[before:]:
             if operator.flops:
                 kind = "copy"  # a matmul's bytes move as those of a copy

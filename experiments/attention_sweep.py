@@ -110,8 +110,12 @@ MORE = (
     "1x32x4096:65536x128/full",
     "16x32x1:4096x128/full",
 )
+# These lengths are powers of two from 128 to 65,536, of one head each, for the pictures over
+# length.
 LENGTHS = tuple(f"1x1x{2**n}x{head_dim}" for head_dim in (16, 32, 64, 128) for n in range(7, 17))
+# A batch of eight makes small allocations of libraries small next to the tensors.
 MEMORY = tuple(f"8x1x{2**n}x{head_dim}" for head_dim in (16, 32, 64, 128) for n in range(8, 16))
+# Only these need compilation, which the option `warm` does in parallel before the timing.
 COMPILED = ("compiled", "flex", "ours")
 # Name of a ratio → clock whose times it compares. The ratio is ours over another row.
 COMPARED = {
@@ -142,6 +146,7 @@ class AttentionSweepConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # A typing error should be reported before the first of many shapes is measured.
         for text in self.shapes:
             Shape.parse(text)
         if self.yours is not None:
@@ -159,6 +164,7 @@ class AttentionSweepConfig(Options):
         """Return the function of a variant at a shape."""
         if variant != "yours":
             return build(variant, shape, device)
+        # The operation adapts the user's signature, such as a missing dimension of heads.
         operation = OPERATIONS["causal_attention" if shape.causal else "attention"]
         return call_of(factory_of(self.yours, "--yours"), operation)
 
@@ -181,6 +187,7 @@ def predicted_memory(variant: str, shape: Shape, dtype: str) -> dict[str, int]:
     dv and, as fp32, two rows of statistics. torch's own fused kernels are predicted in the same
     way, with an additional sum of dq in fp32, which our kernels for Hopper with one pass also keep.
     """
+    # Queries and keys must be alike, because the closed form has one T and one number of heads.
     alike = (shape.heads, shape.queries) == (shape.kv_heads, shape.keys)
     if variant not in ("naive", "sdpa", "ours") or not (alike and shape.causal and shape.is_plain):
         return {}
@@ -205,6 +212,8 @@ def predicted_memory(variant: str, shape: Shape, dtype: str) -> dict[str, int]:
             and hopper.adds_in_any_order(q)
             and hopper.serves("backward", q, q, q, Problem((None, 0), 1.0))
         )
+        # Only a kernel that adds to dq from several programs keeps an fp32 sum of it, 4 bytes per
+        # element.
         summed = 0 if variant == "ours" and not one_pass else 4 * q.numel()
         before = 5 * tensor + statistics
         # Eight: the five and dq, dk, dv. Three statistics: the log-sum-exp, and the two of the
@@ -238,6 +247,7 @@ def of_shape(
     def prepare(variant: str) -> dict[str, Any]:
         nonlocal last
         fn = function(variant, shape, device)
+        # If a user's function has no backward, its output requires no gradient.
         if variant == "yours" and not fn(*case[:3]).requires_grad:
             return prepare_forward(variant, fn)
         whole = partial(both, fn, *case)
@@ -275,6 +285,7 @@ def of_shape(
         forward = partial(fn, *case[:3])
         error = (last_head(forward(), shape) - expected[0]).abs().max().item()
         metrics = {"max_abs_error": error}
+        # A user's forward can be captured as well. On a CPU there are no graphs.
         graphs = {} if device == "cpu" else {"fwd_device": replayed(forward, beside=last)}
         clocks[variant] = partial(sample_forward, forward, graphs)
         return metrics
@@ -284,6 +295,7 @@ def of_shape(
         # This status can be OOM although the first call succeeded: now the graphs take memory too.
         found[variant] |= metrics
     for variant, metrics in found.items():
+        # A row without graphs has only wall times, so it has no rates.
         if "fwd_bwd_device_p50_ms" in metrics:
             metrics |= rates(shape, metrics["fwd_device_p50_ms"], metrics["fwd_bwd_device_p50_ms"])
         metrics |= predicted_memory(variant, shape, dtype)
@@ -301,6 +313,7 @@ def of_shape(
 
 def error_after(fn: Attention, case: Sequence[Tensor], shape: Shape) -> dict[str, float]:
     """Return the error of a user's function on other inputs: it may remember earlier results."""
+    # Flipping keeps the shapes and the distribution, and changes every value.
     q, k, v, do = [x.detach().flip(0, 2) for x in case]
     o, *_ = exact(shape, q, k, v, do)
     # Only the output: a user's function may have no backward.
@@ -346,6 +359,7 @@ def compare(records: Sequence[Record]) -> list[Record]:
     groups = grouped(records, case_of)
     found = []
     for record in records:
+        # Rows are compared within their own shape and dtype only.
         rows = groups[case_of(record)]
         ours = row_named("ours", rows)
         if ours is record:
@@ -378,11 +392,13 @@ def is_peer(record: Record) -> bool:
 
 def against_fastest(ours: Record, rows: Sequence[Record]) -> dict[str, Any]:
     """Return the fastest peer of a shape, its time in ms and ours over it."""
+    # A user's function could be the fastest, but it is not what a user would otherwise pick.
     peers = [row for row in rows if is_peer(row)]
     peer = fastest(peers, "fwd_bwd_device_p50_ms")
     if peer is None:
         return {}
     ratios = ours_over(ours, peer)
+    # Without samples on both sides there is no ratio, and a fastest peer alone says nothing.
     if "ours_over_device" not in ratios:
         return {}
     return {
@@ -404,6 +420,7 @@ def measure(config: AttentionSweepConfig, context: RankContext, run: Run) -> Non
     for dtype, text in cases:
         shape = Shape.parse(text)
         variants = config.rows(shape, dtype)
+        # A shape is measured as a whole, since all of its variants share rounds.
         if not all(run.done(variant, shape=text, dtype=dtype) for variant in variants):
             measured = of_shape(shape, dtype, variants, config.rounds, device, config.function)
             for variant, metrics in measured.items():
@@ -443,6 +460,7 @@ def warm(config: AttentionSweepConfig, device: str) -> None:
                 jobs.append(partial(compiled, text, dtype, variant, device))
     # CUDA cannot be used in a process that was forked.
     with ProcessPoolExecutor(config.warm, multiprocessing.get_context("spawn")) as pool:
+        # `attempt` keeps an error of one job from ending the pool.
         list(pool.map(attempt, jobs))
 
 
@@ -489,12 +507,14 @@ def yours(records: Sequence[Record]) -> list[str]:
             if name in record.metrics:
                 ratio = with_interval(record, name)
                 found.append(f"{where}: the lab's kernel takes {ratio} of its time ({what}).")
+                # The first clock that both rows have is the best one. Later ones would repeat it.
                 break
     return found
 
 
 def geometric_means(records: Sequence[Record]) -> str:
     """Return the end of the headline: ours over SDPA's default, at the twelve shapes measured."""
+    # Only the twelve fixed shapes count, so that means of different runs can be compared.
     rows = [r for r in records if r.variant == "sdpa" and r.config.get("shape") in TWELVE]
     on_device = [r for r in rows if "ours_over_device" in r.metrics]
     if not on_device:
@@ -529,6 +549,7 @@ def wrong(records: list[Record]) -> list[str]:
     for (dtype, shape), rows in grouped(records, case_of).items():
         case = dtype if shape is None else f"{dtype} {shape}"
         for name in ("max_abs_error", "max_abs_grad_error"):
+            # A row that failed has no error, and its status is shown anyway.
             with_error = [row for row in rows if name in row.metrics]
             found += _above_peers(case, name, with_error)
     return found
@@ -561,6 +582,7 @@ def draw(records: Sequence[Record], path: Path, *, metric: str, label: str) -> N
 
     There is a panel per dtype and head dimension, and a line per variant, ours thick.
     """
+    # Lengths are compared at one head, because more heads only multiply the time.
     rows = [
         r for r in records if r.metrics.get(metric) is not None and r.config.get("heads", 1) == 1
     ]
@@ -707,6 +729,7 @@ VIEW = View(
     "their ratio is above 1. A record without intervals has no such mark.",
 )
 SMOKE = {
+    # The second shape has grouped heads and documents, so the smoke test runs their masks as well.
     "shapes": ("1x1x32x16", "1x2:1x16x16/documents=2"),
     "dtypes": ("float32",),
     "variants": ("naive", "sdpa", "ours"),

@@ -104,9 +104,11 @@ class LongContextConfig(BenchOptions, TimingOptions):
     )
 
     def __post_init__(self) -> None:
+        # The scale is checked first, since the checks of the base class need the scaled model.
         try:
             scale = Fraction(self.scale)
         except (ValueError, ZeroDivisionError):
+            # 0 is outside the allowed range, so an unreadable fraction gets the same message.
             scale = Fraction(0)
         if not 0 < scale <= 1:
             raise ValueError(
@@ -128,6 +130,7 @@ class LongContextConfig(BenchOptions, TimingOptions):
         kv_heads = math.gcd(heads, scaled(whole.kv_heads))
         return replace(
             whole,
+            # The width of a head stays: kernels and tensor cores want 64 or 128.
             d_model=heads * whole.head_dim,
             d_ff=scaled(whole.d_ff),
             num_layers=scaled(whole.num_layers),
@@ -143,6 +146,8 @@ class LongContextConfig(BenchOptions, TimingOptions):
         strategy, own = ROWS[row]
         if checkpointing is not None:
             own = own | {"checkpointing": checkpointing}
+        # The variant has its own options, since rows differ in what the command's options set for
+        # all.
         return Variant(row, get_strategy(strategy), options=replace(self, **own))
 
 
@@ -168,6 +173,7 @@ def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
             run.notice(f"plan of {row}: {plan}")
     for number in range(config.rounds):
         for row in config.rows:
+            # A row may be done with this round, or be too slow to be timed again.
             if not is_due(run.done(row), number, run.records):
                 continue
             what = f"round {number + 1}/{config.rounds}: {row}"
@@ -179,6 +185,7 @@ def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
                     f"{config.minutes:g} minutes are over before {what}: the same command with "
                     "--name goes on"
                 )
+                # The run counts as incomplete, so that the next command with this name goes on.
                 run.cut_off = True
                 return
             run.progress(what)
@@ -196,6 +203,7 @@ def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
 
 def is_due(record: Record, number: int, records: Records) -> bool:
     """Return whether a row is still to be timed in a round."""
+    # `rounds` is the number of rounds that the row has behind it.
     return record.metrics.get("rounds", 0) <= number and worth_timing(record, records)
 
 
@@ -206,6 +214,7 @@ def one_round(
 
     A failure of torch's costs its row and no other. It is the same on all ranks.
     """
+    # An error of our own rows is a bug, and must not become a row.
     if not is_peer(record.variant):
         return time_round(config, context, record, run, number)
     try:
@@ -217,6 +226,7 @@ def one_round(
 def failure_of(record: Record, error: Exception) -> Metrics:
     """Return the metrics of a row that failed. One that was timed before keeps its times."""
     failure: Metrics = {"failure": _first_line(error)}
+    # A row that was timed in earlier rounds stays valid without this one.
     if "status" not in record.metrics:
         failure |= {"status": "failed", "step_p50_ms": "failed"}
     return failure
@@ -252,6 +262,7 @@ def predicted(plan: Plan) -> Metrics:
         "predicted_peak_bytes": memory.peak.total,
         "free_bytes": plan.free_bytes,
     }
+    # Trying would end the process on a CPU, and waste minutes on a GPU.
     if plan.free_bytes is not None and memory.peak.total > plan.free_bytes:
         found |= {"status": "OOM", "step_p50_ms": "OOM"}  # it is not tried
     if step is not None:
@@ -291,6 +302,7 @@ def time_round(
         steps=config.steps,
         inspect=inspect,
     )[row]
+    # The round may fail although the plan fitted, because other programs use the memory.
     if timing.out_of_memory:
         return {"status": "OOM", "step_p50_ms": "OOM"}
     metrics: Metrics = {"status": "ok"}
@@ -300,6 +312,7 @@ def time_round(
         metrics[f"{phase}_samples_ms"] = samples
         metrics |= percentile_metrics(phase, samples)
     metrics["rounds"] = number + 1
+    # Each round trains a model that is built anew, so every round ends with the same loss.
     metrics["loss_after_steps"] = losses[0]
     # A round that ran eager stays on record.
     if timing.compiled and not record.metrics.get("ran_eager"):
@@ -327,6 +340,7 @@ def compare(records: Records) -> list[Record]:
     done = timed(records)
     # The fastest of torch's ways to recompute is what a user of torch would pick.
     peer = fastest([record for record in done if is_peer(record.variant)], "step_p50_ms")
+    # Losses are compared with those of our main row.
     ours = row_named(OURS, done)
     found = []
     for record in records:
@@ -334,6 +348,7 @@ def compare(records: Records) -> list[Record]:
             metrics = ratio_metrics("vs_peer", record, peer)
             if ours is not None:
                 loss = ours.metrics["loss_after_steps"]
+                # The loss is positive, so the difference may be divided by it.
                 metrics["loss_rel_diff"] = abs(record.metrics["loss_after_steps"] - loss) / loss
             record = record.with_metrics(metrics)
         found.append(record)

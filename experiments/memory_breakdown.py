@@ -73,11 +73,14 @@ def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
     for name, reason in refused.items():
         run.notice(f"{name} is left out: {reason}")
     for variant in [row for row in rows if row.name not in refused]:
+        # A row of an earlier run of this name is kept.
         if run.done(variant.name):
             continue
         run.progress(f"measuring {variant.name}")
         ranks = collectives.gather_objects(_measure(config, context, variant), context.group)
         fullest: dict[str, int | float | None] = {}
+        # Every number is the largest over ranks by itself. Different ranks may be the fullest at
+        # different moments.
         for name in ranks[0]:
             values = [rank[name] for rank in ranks]
             # The fullest rank is the one that runs out of memory first. On a CPU there is no
@@ -110,11 +113,14 @@ def _measure(
         if phase == "backward":
             # After backward and its synchronization, before the optimizer makes its temporaries.
             found["before_step_bytes"] = allocated_bytes(device)
+            # Sharded strategies step shards, which only the optimizer knows.
             parameters = parameters_of(attached.model, attached.optimizer)
             gradients = [p.grad for p in parameters if p.grad is not None]
+            # Strategies that accumulate shards keep gradients elsewhere than in `.grad`.
             if attached.model.accumulates_shards:
                 gradients = attached.model.gradients().every()
             found["gradients_bytes"] = tensor_bytes(gradients)
+        # The one phase that is left is the optimizer's.
         elif phase != "forward":
             found["after_step_bytes"] = allocated_bytes(device)
 
@@ -135,6 +141,7 @@ def _measure(
 
 def _predicted(config: MemoryConfig, context: RankContext, strategy: str) -> dict[str, int | str]:
     """Return the prediction of `theory.memory` for this variant."""
+    # The plan has a bucket size of its own, and this experiment gives one for all rows.
     planned = replace(config.planned(strategy), bucket_size_mb=config.bucket_size_mb)
     expected = planned.memory(context.world_size, on_gpu=context.device.type == "cuda")
     before_step, after_step = expected.before_step, expected.after_step
@@ -143,6 +150,7 @@ def _predicted(config: MemoryConfig, context: RankContext, strategy: str) -> dic
         "predicted_before_step_bytes": before_step.total,
         "predicted_after_step_bytes": after_step.total,
     }
+    # Each category of the peak is kept, because the picture draws them apart.
     for category in fields(Breakdown):
         size = getattr(expected.peak, category.name)
         predicted[f"predicted_peak_{category.name}_bytes"] = size
@@ -169,6 +177,7 @@ def _simulated(
     for strategy, known in simulated.items():
         predicted = {}
         for category in fields(Breakdown):
+            # The simulation lists only categories that hold something.
             size = known["peak"].get(category.name, 0)
             predicted[f"predicted_peak_{category.name}_bytes"] = size
         found[strategy] = predicted | {
@@ -218,6 +227,7 @@ def draw(records: Records, path: Path) -> None:
     for record in records:
         metrics, peak = record.metrics, record.metrics["peak_alloc_bytes"]
         if peak is not None:
+            # A measured peak can be divided only as far as tensors can be counted.
             known = [metrics["parameters_bytes"], metrics["optimizer_state_bytes"]]
             # The order is that of PARTS, with one more at the end.
             bars[f"{record.variant}, measured"] = [*known, 0, 0, peak - sum(known)]
@@ -227,6 +237,7 @@ def draw(records: Records, path: Path) -> None:
         for categories in PARTS.values():
             sizes = [metrics[f"predicted_peak_{name}_bytes"] for name in categories]
             predicted.append(sum(sizes))
+        # The additional part, which only measured bars have, is 0 here.
         bars[f"{record.variant}, predicted"] = [*predicted, 0]
     if not bars:
         return

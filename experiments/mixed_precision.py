@@ -51,6 +51,7 @@ from kernels._dispatch import interpreted
 from kernels.float8_linear import float8_linear
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# 0.01 has no exact binary form, so even the addend is rounded.
 ADDEND, TIMES = 0.01, 1000
 # name of an input of layer normalisation → its (deviation, mean)
 INPUTS = {"deviation 1": (1.0, 0.0), "deviation 64": (64.0, 0.0), "mean 100": (1.0, 100.0)}
@@ -77,6 +78,7 @@ class PrecisionConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # An unknown preset should raise here, and not after the first part.
         self.model()
 
     def model(self) -> ModelConfig:
@@ -89,6 +91,7 @@ def measure(config: PrecisionConfig, context: RankContext, run: Run) -> None:
     Raises:
         MemoryError: the model with this batch does not fit.
     """
+    # The largest part is the backward of the language model, so only that one is planned.
     require([PlannedStep(config.model(), config.batch, mode="forward_backward")], context.device)
     for part in (accumulation, types, norm, scaling, float8):
         run.progress(part.__name__)
@@ -99,6 +102,7 @@ def measure(config: PrecisionConfig, context: RankContext, run: Run) -> None:
 def accumulation(config: PrecisionConfig, device: torch.device) -> Rows:
     """Yield sums of 1,000 × 0.01 by accumulator, their predictions, and distances from ten."""
     for accumulator in DTYPES:
+        # An fp32 accumulator takes addends of all dtypes, a low one those of fp32 and of its own.
         for held_in in ("fp32", accumulator) if accumulator != "fp32" else DTYPES:
             total = torch.zeros((), dtype=DTYPES[accumulator], device=device)
             addend = torch.tensor(ADDEND, dtype=DTYPES[held_in], device=device)
@@ -136,6 +140,7 @@ def types(config: PrecisionConfig, device: torch.device) -> Rows:
     tokens = torch.zeros(1, 16, dtype=torch.int64, device=device)
     language_model = replace(config.model(), num_layers=1, context_length=16)
     cases = {
+        # Only dtypes are looked at, so a few numbers are enough.
         "toy": (partial(toy, device), torch.ones(2, 8, device=device)),
         "Transformer": (partial(TransformerLM, language_model, device=device), tokens),
     }
@@ -154,6 +159,7 @@ def types_of(model: nn.Module, inputs: Tensor, low: torch.dtype) -> dict[str, st
     """
     found = {"parameters": _name(next(model.parameters()))}
     for name, module in model.named_modules():
+        # Lists of modules have no forward, and dropout passes its input on.
         if name and not isinstance(module, nn.ModuleList | nn.Dropout):
             label = name.removeprefix("blocks.0.") if name != "blocks.0" else "residual stream"
             module.register_forward_hook(partial(_note_type, found, label))
@@ -217,6 +223,7 @@ def model_and_data(
 ) -> tuple[TransformerLM, SyntheticTokens]:
     """Return the language model and its batches, the same at every call."""
     shape = config.model()
+    # Seed and rank are fixed, so every call has the same model and the same data.
     data = SyntheticTokens(
         shape.vocab_size, config.batch, shape.context_length, seed=0, rank=0, device=device
     )
@@ -226,9 +233,11 @@ def model_and_data(
 def scaling(config: PrecisionConfig, device: torch.device) -> Rows:
     """Yield gradients under autocast at each loss scale, against those of fp32."""
     logits, exact = gradients(config, device, None, 1.0)
+    # log2 of zero is −inf, which has no place in the histogram.
     sizes = exact[exact != 0].abs().log2()
     # From below the smallest subnormal number of fp16, 2^-24, up to 1.
     exponents = torch.arange(-48, 1)
+    # The share is of all gradients, also of those that are zero.
     share = (100 * torch.histc(sizes, len(exponents) - 1, -48, 0).cpu() / exact.numel()).tolist()
     where = f"loss / {config.micro_batches} micro-batches"
     yield (
@@ -242,10 +251,12 @@ def scaling(config: PrecisionConfig, device: torch.device) -> Rows:
             "relative_error": 0.0,
         },
     )
+    # bf16 needs no scale, so it has one row.
     for low, log2_scale in [("bf16", 0), *(("fp16", k) for k in config.log2_scales)]:
         scale = 2.0**log2_scale
         low_logits, found = gradients(config, device, DTYPES[low], scale)
         finite = found.isfinite()
+        # One gradient that is not finite makes the whole error infinite.
         error = ((found - exact).norm() / exact.norm()).item() if finite.all() else math.inf
         # Zero is the number of the format that is nearest to these.
         lost = (logits * scale).abs() <= FORMATS[low].smallest / 2
@@ -278,6 +289,8 @@ def gradients(
         logits = model(tokens)
         # Logits are not a leaf, and autograd would drop their gradient.
         logits.retain_grad()
+        # The loss of a step is the mean over its micro-batches, which makes gradients smaller
+        # still.
         loss = cross_entropy(logits, targets) / config.micro_batches
     (loss * scale).backward()
     flat = [
@@ -290,6 +303,7 @@ def gradients(
 
 def float8(config: PrecisionConfig, device: torch.device) -> Rows:
     """Yield mean losses of each quarter of a training, its blocks' matmuls in bf16 and in fp8."""
+    # Quarters hide the noise of single steps, and show whether the two drift apart.
     in_bf16 = training(config, device, in_fp8=False).view(4, -1).mean(-1)
     in_fp8 = training(config, device, in_fp8=True).view(4, -1).mean(-1)
     for quarter in range(4):
@@ -302,6 +316,8 @@ def training(config: PrecisionConfig, device: torch.device, in_fp8: bool) -> Ten
     model, data = model_and_data(config, device)
     for module in model.blocks.modules():
         if in_fp8 and isinstance(module, Linear):
+            # The layers stay the same objects with the same weights, and only the product is
+            # replaced.
             module.multiply = float8_linear
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found = []
@@ -311,6 +327,7 @@ def training(config: PrecisionConfig, device: torch.device, in_fp8: bool) -> Ten
         with autocast(device, None if interpreted() else torch.bfloat16):
             loss = cross_entropy(model(tokens), targets)
         loss.backward()
+        # The value is read at the end, because reading it waits for the device.
         found.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
@@ -345,6 +362,7 @@ def findings(records: Records) -> list[str]:
         "none.",
     ]
     scales = [r for r in records if r.config["part"] == "scaling" and r.variant.startswith("fp16")]
+    # 0.2 % is above the rounding of fp16 and far below the effect of underflow.
     usable = [r.metrics["log2_scale"] for r in scales if r.metrics["relative_error"] < 2e-3]
     if usable:
         span = f"2^{min(usable)} to 2^{max(usable)}"
@@ -360,9 +378,11 @@ def draw(records: Records, path: Path) -> None:
         return
     fp16, low = FORMATS["fp16"], [r.metrics for r in rows if r.variant.startswith("fp16")]
     edges = [
+        # Numbers below half of the smallest subnormal become zero.
         (math.log2(fp16.smallest / 2), "← zero"),
         (math.log2(fp16.smallest_normal), "← rounded more"),
     ]
+    # A bin covers one power of two, and its point is drawn in the middle.
     middles = [left + 0.5 for left in exact["histogram_log2"][:-1]]
     sizes = Series("weight gradients in fp32", middles, exact["histogram_pct"], line="-")
     shares = {
@@ -375,6 +395,7 @@ def draw(records: Records, path: Path) -> None:
             name,
             [m["log2_scale"] for m in low],
             [m[metric] for m in low],
+            # Predicted points have no line, so that they do not hide the measured one.
             line="" if name == "predicted" else "-",
             marked=True,
             hollow=name == "predicted",

@@ -108,6 +108,8 @@ def sharing(model: nn.Module, base: nn.Module) -> nn.Module:
     # A tied head has a second name, which must also point to the shared parameter.
     for name, parameter in base.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
+        # The parameters of `base` are registered themselves, so an optimizer of `base` steps every
+        # way.
         setattr(model.get_submodule(owner), leaf, parameter)
     return model
 
@@ -121,6 +123,7 @@ def model_loss(
     model = sharing(
         TransformerLM(shape, device="meta", checkpoint_blocks=config.checkpointing), base
     )
+    # The modes of compilation are for GPUs. On a CPU every way runs eagerly.
     if device.type == "cuda":
         if how == "graphs":
             # This mode captures CUDA graphs.
@@ -182,11 +185,13 @@ class Way:
         # Without the optimizer, so that every way is compared at the same parameters.
         loss = self.backward(self.batches[0]).item()
         gradients = []
+        # The optimizer has the parameters in one order, which is the same for all ways.
         for group in self.optimizer.param_groups:
             gradients += [parameter.grad for parameter in group["params"]]
         return loss, gradients
 
     def __call__(self) -> None:
+        # The batches are taken in turn, so every way sees the same sequence.
         self.backward(self.batches[self.calls % len(self.batches)])
         self.optimizer.step()
         self.calls += 1
@@ -208,6 +213,7 @@ def first_steps(
 
 def block(way: Way, timer: PhaseTimer, steps: int) -> list[float]:
     """Return the milliseconds of each of `steps` steps, after an untimed one."""
+    # The untimed step refills caches, which hold what the way before has left.
     for _ in timer.each(steps, warmup=1):
         way()
         timer.mark("all")
@@ -230,6 +236,7 @@ def measure(config: ModelComparisonConfig, context: RankContext, run: Run) -> No
     optimizer = torch.optim.AdamW(base.parameters(), lr=1e-5, fused=True)
     batches = synthetic_batches(context, config)
     if config.layer:
+        # A layer takes the residual stream, so its batch is random numbers in place of tokens.
         batches = [
             (torch.randn(*tokens.shape, shape.d_model, device=device),) for tokens, _ in batches
         ]

@@ -87,7 +87,10 @@ class PlacementsConfig(BenchOptions, TimingOptions):
             adamw = Variant(f"{name} adamw", get_strategy(name), micro_batches=self.micro_batches)
             rows.append(adamw)
             for placement in PLACEMENTS[name]:
+                # With this scale Muon's updates have the size of AdamW's, so one learning rate
+                # suits both.
                 options = {"adjust_lr_fn": "match_rms_adamw"}
+                # Other strategies have a single placement, which is not an option of the optimizer.
                 if placement in SHARDED:
                     options["placement"] = placement
                 rows.append(
@@ -115,6 +118,7 @@ def measure(config: PlacementsConfig, context: RankContext, run: Run) -> None:
     counted: dict[str, Metrics] = {}  # row → volume of its optimizer
 
     def count(row: Variant, attached: Trial) -> None:
+        # The bytes are the same in each round, so the first one is counted.
         if row.optimizer_cls is Muon and row.name not in counted:
             counted[row.name] = sent(placement_of(row), attached, context)
 
@@ -133,6 +137,7 @@ def measure(config: PlacementsConfig, context: RankContext, run: Run) -> None:
         metrics = timings[row.name].metrics()
         if not timings[row.name].out_of_memory:
             metrics |= counted.get(row.name, {})
+            # Rows with AdamW are not checked here, and have no difference.
             metrics["max_abs_param_diff"] = differences.get(row.name)
         run.add(
             row.name,
@@ -155,6 +160,7 @@ def sent(placement: str, attached: Trial, context: RankContext) -> Metrics:
     The metrics also hold the closed form of the bytes sent in bf16, and how unequally owners share
     the work.
     """
+    # A whole step comes first, since the optimizer needs gradients.
     attached()
     with CollectiveRecorder() as recorder:  # steps again with the same gradients
         attached.optimizer.step()
@@ -166,11 +172,13 @@ def sent(placement: str, attached: Trial, context: RankContext) -> Metrics:
     matrices = held.param_groups[0]["params"]
     flops = sum(orthogonalize_flops(*whole_shape(matrix)) for matrix in matrices)
     metrics = {"optimizer_bytes": recorder.total_bytes, "muon_flops": flops}
+    # Without shards every rank has whole matrices, and there is nothing else to compare.
     if placement not in SHARDED:
         return metrics
     spreads = [spread_of(matrix) for matrix in matrices]
     # The function by which the optimizer itself chooses owners, so the closed form has the same.
     shares = divide(spreads, context.world_size)
+    # The closed form needs each matrix's owner, which is the rank whose share has its spread.
     owners = []
     for spread in spreads:
         owners.append(next(rank for rank, share in enumerate(shares) if spread in share))
@@ -214,10 +222,12 @@ def compare(records: Records) -> list[Record]:
     of_adamw = {}
     for record in records:
         if record.config["placement"] == "adamw":
+            # The first row with AdamW of a strategy is the base of its rows with Muon.
             of_adamw.setdefault(record.config["strategy"], record)
     found = []
     for record in records:
         base = of_adamw.get(record.config["strategy"])
+        # The base would be compared with itself.
         if record is not base:
             record = record.with_metrics(ratio_metrics("vs_adamw", record, base))
         found.append(record)

@@ -55,6 +55,7 @@ from distlab.report import (
 
 OURS = get_strategy("local")  # one rank has each stage
 TORCHS = replace(OURS, is_peer=True)  # the layouts of a peer are torch's own
+# The median of three leaves one disturbed step out.
 REPEATS = 3  # steps whose actions are timed
 OFF = prediction_error("simulated_ms", "forward_backward_p50_ms", "error %", "+.1f")
 
@@ -111,6 +112,7 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
     seen = {}  # row → durations of each of a rank's actions, in ms
 
     def watch(row: Variant, attached: Trial) -> None:
+        # torch's schedules have no hook around their actions.
         if row.strategy is OURS and row.name not in seen:
             # In steps of their own, so that the timed ones are not observed.
             seen[row.name] = [timed_actions(attached, context) for _ in range(REPEATS)]
@@ -131,6 +133,7 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
         if not timings[row.name].out_of_memory:
             metrics["max_abs_param_diff"] = differences.get(row.name)
             if row.strategy is OURS:
+                # Every rank timed its own actions, and the simulation needs those of all.
                 of_all_ranks = collectives.gather_objects(seen[row.name], context.group)
                 metrics |= bubble(row, of_all_ranks, metrics["forward_backward_p50_ms"])
         own_facts = {
@@ -162,6 +165,7 @@ def observed(
     moments: dict[Action, tuple[Instant, Instant]], device: torch.device, action: Action
 ) -> Iterator[None]:
     """Note when an action's computation begins and ends."""
+    # On a GPU an instant is an event in the stream, so the host does not wait here.
     begin = instant(device)
     yield
     moments[action] = begin, instant(device)
@@ -180,6 +184,7 @@ def bubble(
     durations: dict[Action, float] = {}
     for steps in seen:
         for action in steps[0]:
+            # Each action has its own median, because each step may disturb another one.
             durations[action] = median(step[action] for step in steps)
     ranks, count = len(seen), row.micro_batches
     schedule = SCHEDULES[row.layout.schedule](ranks, count)
@@ -210,6 +215,7 @@ def closed_form(
         return (ranks - 1) / (chunks * count + ranks - 1)
     mean = {
         kind: median(ms for action, ms in durations.items() if action.kind == kind)
+        # Actions of one kind are taken to last equally long, as the closed form assumes.
         for kind in "FBW"
     }
     # ZB-H1, see `distlab.parallel.schedules`: W fills a part of the bubble of 1F1B.

@@ -53,6 +53,7 @@ from distlab.train.metrics import StepMetrics
 
 REFERENCE = "bucketed"
 ROUNDING, KILLED, MUON = "bucketed, 2 micro-batches", "bucketed, killed", "bucketed, Muon"
+# A mean over 20 steps hides the noise of single batches.
 LAST = 20  # steps whose mean loss is compared
 PARTS = ("curves", "muon", "kill")
 FOLDERS = ("distlab", "kernels", "experiments", "launch", "tests", "docs")
@@ -76,6 +77,7 @@ def kill_at(steps: int) -> int:
 
     It is between the second and the third checkpoint.
     """
+    # Checkpoints come after every 11/40 of the steps, so two are written before the kill.
     return 11 * steps // 20
 
 
@@ -129,6 +131,7 @@ class CurvesConfig(Options):
             batch=self.batch,
             steps=self.steps,
             lr=self.lr,
+            # A tenth of the steps is enough for a curve of any length.
             warmup=max(1, self.steps // 10),
             dtype=self.dtype,
             accumulate=accumulate,
@@ -158,9 +161,11 @@ def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
         MemoryError: a strategy with this model and batch does not fit.
     """
     place = RankEnvironment.read()
+    # A kill without a restart would end the experiment with the run.
     check_restarts(config.parts, place.max_restarts)
     # Deterministic kernels: two runs are equal bit for bit.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Operations without a deterministic form only warn, since few of them matter here.
     torch.use_deterministic_algorithms(True, warn_only=True)
     # cuDNN's backward adds in any order; the flash kernel's does not.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -173,12 +178,14 @@ def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
     parts = {}  # row → what trains it
     if "curves" in config.parts:
         parts |= {name: partial(curves.curve, config.training(name)) for name in config.compared()}
+        # The same mathematics in another order of sums shows how far rounding alone leads.
         parts[ROUNDING] = partial(curves.curve, config.training(REFERENCE, accumulate=2))
     if "muon" in config.parts:
         parts[MUON] = partial(curves.curve, config.training(REFERENCE, optimizer="muon"))
     if "kill" in config.parts:
         parts[KILLED] = partial(curves.killed_curve, place.restarts)
     for variant, part in parts.items():
+        # A restarted job comes here again, and trains only what has no row.
         if run.done(variant):
             run.notice(f"{variant}: has its record")
             continue
@@ -291,6 +298,7 @@ class Curves:
             first = trainer.step
             trainer.run()
             trainer.close()
+        # The name keeps the model alive.
         del trainer
         # Wrappers and hooks form reference cycles, and the next strategy needs their memory.
         gc.collect()

@@ -60,6 +60,7 @@ Command = Callable[[Arguments], int]  # → exit code
 def main(argv: Arguments | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # A bare `distlab` shows the help instead of an error.
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if command in ("-h", "--help", "help"):
         print(__doc__)
@@ -67,6 +68,7 @@ def main(argv: Arguments | None = None) -> int:
     if command == "--version":
         # Of a checkout alone: an installed copy may lie within somebody else's.
         words = ["git", f"--git-dir={ROOT}/.git", "rev-parse", "--short", "HEAD"]
+        # A checkout whose git is missing or broken still has a version, only without a commit.
         try:
             answer = subprocess.run(words, capture_output=True, text=True, check=True)
             commit = f" ({answer.stdout.strip()})"
@@ -82,6 +84,7 @@ def main(argv: Arguments | None = None) -> int:
     if command == "doctor":
         with say_if_slow("distlab doctor: looking at this machine"):
             return COMMANDS[command](rest)
+    # Messages name the experiment as well, because several runs may write into one log.
     called = " ".join(["distlab", command, *(rest[:1] if command == "run" else [])])
     return _to_end(called, lambda: COMMANDS[command](rest))
 
@@ -91,6 +94,8 @@ def console() -> None:
 
     A rank leaves without the interpreter's shutdown, see `leave_process`.
     """
+    # A reader such as `head` may close the pipe early, and that must not end a run with a
+    # traceback.
     outlive_readers()
     code = main()
     # A command that has not imported torch.distributed has no threads of gloo to leave behind.
@@ -118,6 +123,7 @@ def _to_end(name: str, work: Callable[[], int]) -> int:
     def mended() -> int:
         # The process that launched a rank has announced the import already.
         is_rank = "ROLE_RANK" in os.environ
+        # Eight ranks that each announce the same import would print eight lines.
         loading = contextlib.nullcontext() if is_rank else say_if_slow(f"{name}: loading torch")
         with ended_at_once(name, speaks=speaks), loading:
             # Imported here, where a signal ends the process at once and a slow import is announced.
@@ -128,6 +134,7 @@ def _to_end(name: str, work: Callable[[], int]) -> int:
             # A bug of ours: its traceback is the report.
             if (message := message_of(error)) is None:
                 raise
+            # Every rank raises the same usage error, and one line of it is enough.
             if _speaks():
                 print(f"{name}: error: {message}", file=sys.stderr)
             return USAGE_ERROR
@@ -140,6 +147,7 @@ def _to_end(name: str, work: Callable[[], int]) -> int:
 def say_if_slow(text: str) -> Iterator[None]:
     """Print a line on stderr if the `with` block takes longer than a second."""
     timer = threading.Timer(1.0, print, args=(text,), kwargs={"file": sys.stderr, "flush": True})
+    # A command that has ended must not stay for the rest of the second.
     timer.daemon = True
     timer.start()
     try:
@@ -156,6 +164,8 @@ def _speaks() -> bool:
     try:
         return RankEnvironment.read().rank == 0
     except ValueError:
+        # The variables of torchrun are malformed. The rank is unknown then, so the error must be
+        # printed here.
         return True
 
 
@@ -172,6 +182,7 @@ def run(arguments: Arguments) -> int:
         if word not in words:
             raise ValueError(unknown(word, words))
         return words[word](arguments[1:])
+    # The lines above need no torch, so a wrong name or word is answered at once.
     from distlab.comm import RankEnvironment
     from distlab.experiment import lone_context
     from launch.ranks import run_on_ranks
@@ -191,10 +202,12 @@ def run(arguments: Arguments) -> int:
 
     def listed(context: RankContext) -> int:
         code = experiment.run(config, context, frame)
+        # Every rank ends here, and only rank 0 may write the index, which is one file.
         if context.is_main:
             refresh_index(frame.out)
         return code
 
+    # An experiment without communication runs in this process, without torchrun's start of seconds.
     if experiment.ranks != "many":
         device = "cpu" if experiment.ranks == "none" else frame.device
         return listed(lone_context(device))
@@ -227,6 +240,7 @@ def show(arguments: Arguments) -> int:
     )
     args = parser.parse_args(arguments)
 
+    # Help and usage errors were answered above, before these imports load torch.
     from distlab.report import read_json, reading, write
     from distlab.report.terminal import say
     from distlab.report.view import check_records
@@ -238,6 +252,7 @@ def show(arguments: Arguments) -> int:
     records = [record for file in files for record in read_json(file)]
     if not records:
         raise ValueError(f"{', '.join(args.files)}: no records to show")
+    # The first record names the experiment. `check_records` refuses records of another one.
     view = view_of(records[0].experiment)
     check_records(view, records)
     with reading(files):  # an error here leaves no folder
@@ -255,6 +270,7 @@ def show(arguments: Arguments) -> int:
             "".join(f"{run}\n" for run in args.files), encoding="utf-8", errors="replace"
         )
         page = write(view, records, folder)
+    # The page is complete by now. An error of these lines leaves it in its folder.
     with reading(files):
         say(view, records, page, quiet=args.json)
     refresh_index(args.out)
@@ -276,6 +292,7 @@ def maker_of(name: str) -> str:
 
 def view_of(name: str) -> View:
     """Return the view of records with that name. Raise ValueError if no experiment makes such."""
+    # These two commands are not experiments, so the registry does not know their views.
     if name == "train":
         return importlib.import_module("launch.trainer").VIEW
     if name == "kernel":
@@ -304,6 +321,8 @@ def _of(module: str, function: str = "main") -> Command:
 
 
 COMMANDS: dict[str, Command] = {
+    # Imports of the commands are postponed, so that `distlab list` stays fast and works without
+    # torch.
     "list": list_experiments,
     "run": run,
     "show": show,

@@ -90,11 +90,14 @@ def main(arguments: Sequence[str]) -> int:
             optimizer=options.optimizer,
             where=options.where,
         )
+        # The command takes its exit code from rank 0, so the other ranks end as if nothing were
+        # wrong.
         if not context.is_main:
             return 0
         print(json.dumps(verdict.to_dict()) if options.json else verdict, flush=True)
         return 0 if verdict.right else 1
 
+    # The option that a launching process got is passed on as it was given, and each rank parses it.
     command = ["check", *arguments]
     # Started by torchrun, whose process writes the ranks' output.
     if RankEnvironment.read().launched:
@@ -129,7 +132,10 @@ def _stderr_into(file: Path) -> Iterator[None]:
     Ranks that lose another one print stacks of a hundred lines, in which the sentence that says
     what happened is lost.
     """
+    # Buffered text belongs to the old stderr.
     sys.stderr.flush()
+    # The file descriptor is replaced, not `sys.stderr`: child processes and C++ code write to the
+    # descriptor.
     before = os.dup(2)
     with open(file, "wb") as log:
         os.dup2(log.fileno(), 2)
@@ -147,12 +153,14 @@ def _what_happened(written: str, file: Path) -> str:
     stopped = [line for line in lines if line.startswith(NAME) and "stopped by" in line]
     errors = [line for line in lines if re.search(rf"{NAME}: error:", line)]
     ended = [line for line in lines if re.match(r"rank \d+ (ended with|was stopped by)", line)]
+    # A single line is the whole story, so the log is not worth keeping.
     if errors and len(lines) == 1:
         return errors[0]
     if errors:
         return f"{errors[0]} (all that the ranks wrote: {file})"
     if ended:
         reason = ""
+        # gloo raises this C++ error where two messages of unequal size meet.
         if "EnforceNotMet" in written:
             reason = (
                 ", because another rank sent it a message of another size: every rank must make "

@@ -70,6 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     backend = "gloo"
     if options.device == "cuda" and torch.cuda.device_count() > 1:
         backend = "nccl"
+    # Lines of progress would mix with a table for a program, or with those of another submission.
     is_quiet = options.json or options.markdown or options.csv or len(options.folders) > 1
     progress = Progress(is_quiet=is_quiet)
 

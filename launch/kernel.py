@@ -87,6 +87,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if not options.kernel:
         raise ValueError("give your kernel as package.module:function, such as my_kernels:rms_norm")
+    # The form of the name is checked before a process is started for it.
     check_name(options.kernel, "distlab kernel")
     if options.operation not in OPERATIONS:
         raise ValueError(f"--as {unknown(options.operation, OPERATIONS)}")
@@ -120,6 +121,7 @@ def examine_and_time(options: KernelOptions, device: str, folder: Path) -> int:
         progress=progress,
     )
     timing = Timing()
+    # Without an option, a CPU is not timed: the interpreter's times say nothing about a GPU.
     if options.time or (options.time is None and device == "cuda"):
         fatal = [kind for kind in report.wrong if kind in FATAL]
         # Timing calls the kernel many times, and one that hangs, ends its process or breaks the GPU
@@ -130,6 +132,7 @@ def examine_and_time(options: KernelOptions, device: str, folder: Path) -> int:
             progress("timing")
             timing = timed(options.kernel, options.operation, device, options.out, folder.name)
     progress.close()
+    # The page is written before anything is printed, since it must exist if the terminal goes away.
     page = write_page(folder, options.kernel, device, options.seed, report, timing)
     refresh_index(options.out)
     # Timed sizes are larger, and a kernel may be wrong there alone.
@@ -140,6 +143,7 @@ def examine_and_time(options: KernelOptions, device: str, folder: Path) -> int:
         print(json.dumps(answer))
         return code
     if printed.strip():
+        # A kernel that prints in a loop would fill the terminal. The last characters hold its end.
         print(f"{options.kernel} printed:\n{printed[-MOST_PRINTED:].rstrip()}\n")
     print(f"{options.kernel} {report}")
     if timing.view is not None:
@@ -163,6 +167,7 @@ def times_of(timing: Timing) -> list[dict[str, Any]]:
         for name, value in record.metrics.items():
             if isinstance(value, list):
                 continue  # samples
+            # JSON has no NaN and no infinity.
             is_number = not isinstance(value, float) or math.isfinite(value)
             row[name] = value if is_number else None
         rows.append(row)
@@ -177,11 +182,14 @@ class Progress:
     """
 
     def __init__(self, *, is_quiet: bool) -> None:
+        # A file or a pipe would keep every overwritten line.
         self.is_shown = sys.stderr.isatty() and not is_quiet
 
     def __call__(self, text: str) -> None:
         """Show a line."""
         if self.is_shown:
+            # The sequence clears the line. The cut keeps it from wrapping, because only one line
+            # can be cleared.
             print(f"\r\033[K{text[:99]}", end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:

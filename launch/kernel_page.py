@@ -23,6 +23,7 @@ def write_page(
     settings = {"kernel": kernel, "operation": report.operation, "device": device, "seed": seed}
 
     def record(part: str, variant: str, config: dict[str, Any], metrics: dict[str, Any]) -> Record:
+        # The part decides which of the three tables of the page shows the record.
         return Record(NAME, variant, {**settings, **config, "part": part}, metrics, where, code)
 
     counts = report.to_dict()
@@ -35,6 +36,7 @@ def write_page(
     for row in timing.records:
         config = {"at": row.config.get("label") or row.config["shape"]}
         config["direction"] = row.config.get("direction", "")
+        # Lists are samples of single calls, too many for a page's table.
         metrics = {k: v for k, v in row.metrics.items() if not isinstance(v, list)}
         records.append(record(TIMES, row.variant, config, metrics))
     return write(VIEW, records, folder)
@@ -70,6 +72,7 @@ def _headline(records: Records) -> str:
     return f"{first.config['kernel']} as {first.config['operation']}, on {where}"
 
 
+# One view serves three tables. Each shows the columns for which its records have values.
 VIEW = View(
     name=NAME,
     question="Is my kernel right, also on inputs that its own test does not have, and how fast?",

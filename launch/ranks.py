@@ -56,8 +56,10 @@ def start_ranks(
     Raises:
         ValueError: more NCCL ranks than GPUs, or more ranks than this machine's memory holds.
     """
+    # This call is made for its error only: rank 0's device is checked before any process starts.
     choose_device(backend, 0, ranks)
     free = free_bytes("cpu")
+    # Two ranks are always allowed, because the figure of free memory is an estimate.
     if free is not None and ranks > max(2, free // RANK_BYTES):
         raise ValueError(
             f"--nproc {ranks}: a rank's process takes {RANK_BYTES / 2**30:.1f} GiB before it does "
@@ -71,6 +73,7 @@ def start_ranks(
     heard = [number.name for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     options += ["--signals-to-handle", ",".join(heard)]
     # The agent logs signals and exit codes. This function and the ranks report them in short.
+    # A user who sets LOGLEVEL wants to see the agent's messages.
     if "LOGLEVEL" not in os.environ:
         for module in (
             "torch.distributed.elastic.agent.server.api",
@@ -102,11 +105,13 @@ def start_ranks(
             )
             elastic_launch(config, _forked)(_without_own(arguments))
     except SignalException as stopped:
+        # The agent forwarded the signal to the ranks and has waited for them.
         return 128 + int(stopped.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode != USAGE_ERROR:  # a usage error has had its message
             print(f"rank {rank} {_how_it_ended(failure.exitcode)}", file=sys.stderr)
+        # A negative code is a signal's number. An exit code must be positive, so it becomes 1.
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0
 
@@ -131,6 +136,7 @@ def run_on_ranks(
     Returns:
         The exit code: that of `work` on rank 0, or that of a rank that failed.
     """
+    # torchrun started this process, so it must do the work and start nothing.
     if RankEnvironment.read().launched:
         return run_rank(
             lambda context: _leave_verdict(work(context), context),
@@ -180,6 +186,7 @@ def _forked(arguments: Sequence[str]) -> None:
         # Printed here, because otherwise only the agent's log would get it.
         traceback.print_exc()
         code = 1
+    # A rank that returns normally counts as ended well. Only an exit reports another code.
     if code:
         sys.exit(code)
 
@@ -187,6 +194,7 @@ def _forked(arguments: Sequence[str]) -> None:
 def _how_it_ended(code: int) -> str:
     """Describe a rank's exit code. 128 + n means that it answered signal n."""
     number = -code if code < 0 else code - 128
+    # Exit codes above 128 that fit no signal are a program's own.
     if number not in list(signal.Signals):
         return f"ended with an error (exit code {code})"
     verb = "ended with" if code < 0 else "was stopped by"
@@ -195,6 +203,7 @@ def _how_it_ended(code: int) -> str:
 
 def _without_own(arguments: Sequence[str]) -> list[str]:
     """Remove `--nproc N` and `--max-restarts N`, which torchrun would take for its own options."""
+    # Abbreviations such as --np must stay, because they may belong to the experiment's options.
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--nproc")
     own.add_argument("--max-restarts")

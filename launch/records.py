@@ -77,14 +77,18 @@ class Case:
 
     def commit(self, folder: Path) -> str | None:
         """Return the commit that the record was measured at. None if there is no record."""
+        # The records of a file are of one run, so the first one's commit is that of all.
         path = file_of(self.record, folder)
         return read_json(path)[0].commit if path.exists() else None
 
     def command(self, commit: str) -> list[str]:
         """Return the command that measures it."""
         words = ["run", self.experiment, *shlex.split(self.options)]
+        # Experiments without ranks have no --nproc, and refuse it.
         if load(self.experiment).EXPERIMENT.ranks == "many":
             words += ["--nproc", str(self.ranks)]
+        # The folder has the commit in its name: a run of another commit would otherwise be
+        # continued.
         words += ["--name", self.run, "--out", str(RUNS / commit), "--commit", commit]
         return [sys.executable, "-m", "launch", *words]
 
@@ -137,6 +141,7 @@ def chosen(records: Sequence[str], words: Sequence[str], machine: str) -> list[s
     Raises:
         ValueError: a word names no record.
     """
+    # Each word is checked by itself, so that a typo is reported even if another word matches.
     for word in words:
         if not any(is_named(record, word, machine) for record in records):
             raise ValueError(
@@ -170,6 +175,7 @@ def main(arguments: Sequence[str]) -> int:
             measured_at = case.commit(into) or "none"
             print(f"{case.record:<48} {case.minutes:5.1f} min  {measured_at}")
         return 0
+    # Listing and --moved work in a tree with changes. Measuring does not, see the next check.
     now = commit(args.commit)
     if now is None or now.endswith("-dirty"):
         raise ValueError(
@@ -245,8 +251,10 @@ def measure(
             print(f"left: {case.record}, {case.minutes:g} minutes", file=sys.stderr)
             continue
         print(f"{spent:.1f} min: {case.record}, {case.minutes:g} minutes", file=sys.stderr)
+        # Each run is a process of its own: a crash or a full GPU of one run does not harm the next.
         if subprocess.run(case.command(commit), cwd=ROOT, check=False).returncode:
             print(f"FAILED: {case.record}", file=sys.stderr)
+            # The old record stays in place, and the following cases may still succeed.
             failed = 1
             continue
         made = ROOT / RUNS / commit / case.experiment / case.run
@@ -285,6 +293,7 @@ def say_moved_since(revision: str, folder: Path, machine: str, words: Sequence[s
     """
     with tempfile.TemporaryDirectory() as before:
         extract(revision, folder, machine, Path(before))
+        # A record that was removed since is only in the first folder, a new one only in the second.
         names = set()
         for root in (Path(before), folder):
             for file in root.glob(f"*/{machine}-*.json"):
@@ -306,6 +315,8 @@ def extract(revision: str, folder: Path, machine: str, into: Path) -> None:
         raise ValueError(f"--moved {revision}: git has no such revision of {folder}")
     # Run in `folder`, both commands of git take and print paths relative to it.
     files = git(folder, "ls-tree", "-r", "--name-only", found) or ""
+    # Git knows a record that was deleted after the revision, so its list is read instead of the
+    # folder.
     for file in files.splitlines():
         if PurePath(file).match(f"*/{machine}-*.json"):
             target = into / file
@@ -333,6 +344,8 @@ def say_moved(names: Sequence[str], before: Path, after: Path) -> None:
         found, reasons = compared_files(file_of(name, before), file_of(name, after))
         if reasons:
             notes.append(f"{name} cannot be compared ({'; '.join(reasons)}).")
+            # A changed option or machine makes rows incomparable, and the report says so instead of
+            # a verdict.
             continue
         verdicts.update(row.metrics["verdict"] for row in found)
         records += 1
@@ -350,6 +363,7 @@ def say_moved(names: Sequence[str], before: Path, after: Path) -> None:
     result = "Nothing moved beyond noise."
     if worse or better:
         result = f"Moved beyond noise: {worse} worse, {better} better."
+    # Rows without a verdict are not counted. `notes_of` names them.
     rows = worse + better + verdicts[TIE]
     print(f"{result} Rows compared: {rows}, in records: {records}.")
     for table in tables:
@@ -372,6 +386,7 @@ def compared_files(before: Path, after: Path) -> tuple[list[Record], list[str]]:
             reasons = other_set_up(old, new)
             return ([] if reasons else compared([old, new])), reasons
     except ValueError as error:  # for example, an older version wrote the file
+        # The temporary folder of the earlier files means nothing to a reader.
         return [], [str(error).replace(str(before), "the earlier file")]
 
 
@@ -404,6 +419,8 @@ def notes_of(name: str, rows: Records) -> list[str]:
     """Return sentences about a record whose rows have no verdict, or all moved together."""
     notes = []
     for verdict, group in grouped(rows, lambda row: row.metrics["verdict"]).items():
+        # Rows with a verdict are counted above, and rows that neither run measured have nothing to
+        # report.
         if verdict in (SLOWER, FASTER, TIE, "in neither run"):
             continue
         variants = [row.variant for row in group]

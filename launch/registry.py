@@ -57,6 +57,7 @@ def experiments() -> dict[str, str]:
     found = {}
     for modules in CATALOGUE.values():
         for module in modules:
+            # A module may be within a package, and its name is the last part: `lessons.ir` is `ir`.
             found[module.rpartition(".")[2]] = f"experiments.{module}"
     return dict(sorted(found.items()))
 

@@ -54,9 +54,11 @@ def runs(arguments: Sequence[str]) -> int:
     known = listed(files_of([ROOT / "records"] if args.records else [out]), defaults_of, result_for)
     words = [word.lower() for word in args.words]
     rows = [
+        # Paths in the list are relative to the folder of results, because its lines are short.
         {name: text.replace(f"{out}/", "").replace(f"{ROOT}/", "") for name, text in row.items()}
         for row in known
         if all(word in " ".join(row.values()).lower() for word in words)
+        # Dates in ISO form sort as text, so a prefix such as 2026-11 is a bound as well.
         and row["when (UTC)"] >= args.since
     ]
     if not rows:
@@ -108,6 +110,7 @@ def compare(arguments: Sequence[str]) -> int:
     with reading(files):
         rows = compared(saved, args.against)
         view = view_of(saved, rows[0].config["metric"])
+        # Differences are computed before anything is printed, so an error is the only output.
         differing = differences(saved)
         # Raises for rows that cannot be shown, before there is a folder.
         view.headline_of(rows), view.table(rows)
@@ -122,6 +125,7 @@ def compare(arguments: Sequence[str]) -> int:
     say(replace(view, findings=findings), rows, page, quiet=args.json)
     if args.fail_above is None:
         return 0
+    # The comparison is printed in any case. --fail-above only decides the exit code, for CI.
     code, reason = judged(rows, args.fail_above)
     if reason:
         print(for_terminal(f"distlab compare: {reason}"), file=sys.stderr)
@@ -187,6 +191,7 @@ def _percent(text: str) -> float:
     try:
         value = float(text.removesuffix("%"))
     except ValueError:
+        # An unreadable number takes the same path as one out of range, so both get one message.
         value = -1.0
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(
@@ -223,6 +228,7 @@ def defaults_of(record: Record) -> Mapping[str, Any]:
     return _defaults(record.experiment, bool(record.environment.get("cuda")))
 
 
+# The list of runs asks for the same experiment's defaults once per run.
 @lru_cache(maxsize=64)
 def _defaults(name: str, on_gpu: bool) -> Mapping[str, Any]:
     experiment = load(name).EXPERIMENT if name in experiments() else None

@@ -56,6 +56,7 @@ def sample(context: RankContext, args: SampleOptions) -> int:
             export(model, Path(args.export))
             print(f"{args.export}/model.safetensors and config.json")
         return 0
+    # A prompt is turned into bytes below, and a model of other tokens would take them for those.
     if model.config.vocab_size != 256:
         raise ValueError(
             f"{stored.path} was not trained on bytes (vocabulary of {model.config.vocab_size})"
@@ -68,6 +69,7 @@ def sample(context: RankContext, args: SampleOptions) -> int:
             # A model of bytes may end within a character, or write none.
             text = bytes(tokens.tolist()).decode(errors="replace")
             print(for_terminal(text) if sys.stdout.isatty() else text, flush=True)
+    # The line goes to stderr, so that a redirected stdout holds the text alone.
     if context.is_main:
         print(f"(step {stored.step} of {args.run})", file=sys.stderr)
     return 0
@@ -92,6 +94,7 @@ def check_export(folder: str) -> None:
 
 def _lines(context: RankContext) -> Iterator[str]:
     """Yield the lines that are typed on the rank with the terminal. Ask again for an empty one."""
+    # Ctrl-D ends the input without an error.
     with contextlib.suppress(EOFError):
         while context.is_main:
             if line := input("> " if sys.stdin.isatty() else ""):

@@ -67,6 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         new = explained(options.files)
         old = explained(options.against) if options.against else None
+    # An error must not be appended to a line of progress.
     finally:
         progress.close()
     if options.json:

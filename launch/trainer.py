@@ -51,6 +51,7 @@ from launch.ranks import run_on_ranks
 from launch.runs import refresh_index
 
 NAME = "train"
+# The preset must end within seconds on a CPU, where a first user tries it.
 QUICK = {"size": "tiny", "steps": 10}
 
 
@@ -94,7 +95,10 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
     def write_results(
         config: TrainConfig, outcome: Outcome, metrics: Metrics, journal: Lines
     ) -> None:
+        # Metrics of runs are compared by these keys, so they name how many ranks trained and over
+        # what.
         shared = asdict(config) | {"world_size": context.world_size, "backend": context.backend}
+        # The `config.strategy` of a run with a wrapper is the stand-in `naive` that `main` sets.
         shared["strategy"] = args.wrap or config.strategy
         shared["trained_by"] = who_trained(journal)
         if data.is_bytes and metrics["validation_loss"] is not None:
@@ -121,9 +125,11 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
                 Series("validation", *zip(*outcome.validation, strict=True), line="-", marked=True)
             )
         panel = Panel("", "step", "loss (nats per token)", series, log_x=None, from_zero=False)
+        # The picture is drawn before `write`, so that the page, which is written last, can show it.
         lines(folder / "loss.png", [panel], title=f"{config.size}, {shared['trained_by']}")
         write(VIEW, [record], folder)
         refresh_index(args.out)
+        # A run that a signal stopped continues later, and reports its results then.
         if outcome.stopped_by is None:
             for step, loss in outcome.validation:
                 bits = f" ({loss / math.log(2):.2f} bits per byte)" if data.is_bytes else ""
@@ -131,9 +137,11 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
             progress(
                 f"done: {outcome.last_step} steps; checkpoints, metrics and loss.png in {folder}"
             )
+            # A terminal shows the lines above. A program that reads stdout gets one line of JSON.
             if stdout_is_file():
                 print(json_line(NAME, [record], folder), flush=True)
 
+    # With --fresh an older run of this name is moved away here. Otherwise `run.train` continues it.
     with run_folder(context, args.out, NAME, name, fresh=args.fresh) as folder:
         outcome = run.train(
             config,
@@ -152,11 +160,13 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
         f"stopped by signal {outcome.stopped_by} after step {outcome.last_step} of {config.steps}; "
         f"a checkpoint is written ({folder}). The same command continues the run"
     )
+    # Shells report a process that signal n ended as 128 + n.
     return 128 + outcome.stopped_by
 
 
 def who_trained(journal: Lines) -> str:
     """List strategy, ranks and last step: `bucketed × 2 to step 50, fsdp × 4 to step 90`."""
+    # Only neighbouring lines are joined: a strategy that comes back later is listed twice.
     by = itertools.groupby(
         journal, lambda line: f"{line.get('strategy', '?')} × {line.get('ranks', '?')}"
     )
@@ -171,6 +181,7 @@ def has_record(folder: Path, steps: int) -> bool:
         # The page is written last. An older one is of a run before, whose successor died in
         # between.
         return same and page.stat().st_mtime_ns >= records.stat().st_mtime_ns
+    # A file that is missing or was cut short means that the results must be written again.
     except (OSError, ValueError, LookupError):
         return False
 
@@ -242,6 +253,7 @@ VIEW = View(
 
 def run_name(options: RunOptions, data: DataConfig, config: TrainConfig) -> str:
     """Return the name of a run's folder. Raise ValueError for one outside the folder of results."""
+    # The name becomes a folder, so characters with a meaning for shells or paths are replaced.
     stem = re.sub(r"[^\w.-]+", "-", Path(data.data).stem) if data.data else "synthetic"
     strategy = config.strategy if options.wrap is None else options.wrap.replace(":", "-")
     name = f"{stem}-{config.size}-{strategy}" if options.name is None else options.name
@@ -252,6 +264,7 @@ def run_name(options: RunOptions, data: DataConfig, config: TrainConfig) -> str:
 def refuse_with_wrap(wrap: str, given_options: Mapping[str, object]) -> None:
     """Raise ValueError for a wrapper's name of another form, or an option that it leaves idle."""
     check_name(wrap, "--wrap")
+    # These options choose or shape a strategy of the lab, and the wrapper takes its place.
     for name in ("strategy", "bucket_size_mb", "shard_size", "reshard", "layout", "stages"):
         if name in given_options:
             flag = name.replace("_", "-")
@@ -264,6 +277,8 @@ def refuse_with_wrap(wrap: str, given_options: Mapping[str, object]) -> None:
 def main(argv: list[str]) -> int:
     """Run `distlab train` and return its exit code."""
     args = parser().parse_args(argv)
+    # The parser of one command fills four classes. `TrainConfig` follows, because its defaults
+    # depend on --quick.
     data, mine, ranks = (config_from(options, args) for options in OPTIONS[1:])
     TrainConfig.check_given(given(TrainConfig, args))
     config = config_from(TrainConfig, args, QUICK if mine.quick else None)
@@ -272,6 +287,7 @@ def main(argv: list[str]) -> int:
         # For the prediction of memory. A rank of it has all parameters and gradients as well.
         config = replace(config, strategy="naive")
     run_name(mine, data, config)  # refused before ranks are started
+    # A missing text is reported here by one process, not by each rank after its start.
     data.check_files()
     return run_on_ranks(
         lambda context: train(context, config, data, mine), ["train", *argv], ranks, None, "train"

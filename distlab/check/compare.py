@@ -80,6 +80,7 @@ def check(
             lr = task.lr  # the size of another optimizer's step does not follow from the gradient
         task, candidate = replace(task, lr=lr), replace(candidate or task, lr=lr)
         jobs = Jobs(task, candidate, strategy, same_batch, seed, optimizer, where)
+        # A number that was asked for is checked alone, without a second try.
         if micro_batches is not None:
             return _compare(own, context.group, jobs, micro_batches).verdict
         return _compare_twice(own, context.group, jobs)
@@ -107,6 +108,8 @@ def on_rank(
     Raises:
         ValueError, TimeoutError: as in `check`. Also if a factory fails or returns something else.
     """
+    # The user's model is examined first, so that its own mistakes are not reported as the
+    # wrapper's.
     task = own_task(model, batch, seed)
     examined(model, task, context, seed)
     strategy = wrapped_by(wrap) if ":" in wrap else get_strategy(wrap)
@@ -142,11 +145,13 @@ def _compare_twice(own: RankContext, group: ProcessGroup, jobs: Jobs) -> Verdict
             raise
         failure = error
     else:
+        # A wrapper that is right with several micro-batches is also right with one.
         if several.verdict.right:
             return several.verdict
     try:
         one = _compare(own, group, jobs, 1)
     except NothingToCompare:
+        # Nothing can be said about such a model, whatever the number of micro-batches.
         # For example, the step of an optimizer in fp16 is not a number.
         raise
     except (ValueError, TimeoutError):
@@ -159,9 +164,12 @@ def _compare_twice(own: RankContext, group: ProcessGroup, jobs: Jobs) -> Verdict
     # accumulate.
     if failure is not None:
         if one.can_accumulate or not one.verdict.right:
+            # The error counts, because accumulation was promised or one micro-batch is wrong as
+            # well.
             raise failure
         raised = Finding("(the training step)", "error", 0, 0.0, str(failure))
         return replace(one.verdict, accumulation=(raised,))
+    # The wrapper is right in the usual loop, and it never claimed more.
     if one.verdict.right and not one.can_accumulate:
         return replace(one.verdict, accumulation=several.verdict.findings)
     if not one.can_accumulate and all(each.tensor == NORM for each in one.verdict.findings):
@@ -178,6 +186,7 @@ def _compare(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: i
     # that a difference of a last bit after the first step does not grow in the second.
     parameters = from_main((trained.initial, trained.values), own)
     copy = on_all(own, lambda: Copy(jobs.task, parameters[0], jobs.seed, own.device, jobs.where))
+    # The batches are drawn again, and not sent: the task gives the same ones for the same numbers.
     steps = [
         jobs.batches(jobs.task, own.rank, step, micro_batches, own.device) for step in range(STEPS)
     ]
@@ -190,19 +199,23 @@ def _compare(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: i
             lambda: copy.run(parameters, steps, parameters[0], policy, main_states, own),
         )
         runs = gather_on_main(run, own)
+        # Rank 0 judges and sends its findings, so that all ranks decide alike what to try next.
         return on_main(own, lambda: Judge(everyone, runs, copy, jobs).findings()), runs
 
     findings, runs = judged(OWN_BUFFERS, ())
     # Batch statistics and the like may follow rank 0, as under torch DDP. That is right as well, so
     # the kinder result counts.
     if findings and copy.has_state and not jobs.same_batch:
+        # Rank 0's buffers are needed by the other ranks, which repeat its policy.
         main_states = from_main(runs[0].states if own.is_main else None, own)
         for policy in (EACH_STEP, EACH_FORWARD):
             found, others = judged(policy, main_states)
+            # The policy with the fewest findings is the one that the wrapper follows most likely.
             if len(found) < len(findings):
                 findings, runs = found, others
             if not findings:
                 break
+    # Only a gradient of the second step without a known mistake can come from stale weights.
     if any(
         each.step == STEPS and each.what == "gradient" and each.signature in UNNAMED
         for each in findings
@@ -260,10 +273,12 @@ def _named_stale(
     all but the part that its own optimizer has updated. They are old in the whole step, or new ones
     arrive before the first backward or the second forward.
     """
+    # The first parameters are those before the update, and the second those after it.
     old, new = parameters
     modules = {name.rpartition(".")[0] for name in copy.trainable}
     # A wrapper may miss the update of everything, or of the layers that it gathered too early.
     sets = [set(copy.trainable)]
+    # Each module costs 6 more runs, so models of many modules are tried only as a whole.
     if len(modules) <= MOST_MODULES:
         sets += [
             {name for name in copy.trainable if name.rpartition(".")[0] == each}
@@ -273,12 +288,14 @@ def _named_stale(
         mixed = dict(new)
         for name in stale:
             mixed[name] = old[name].clone()
+            # The part that a rank's own optimizer updates is new there, also if nothing was sent.
             for start, number in trained.owned.get(name, ()) if keeps_own else ():
                 mixed[name].view(-1)[start : start + number] = new[name].reshape(-1)[
                     start : start + number
                 ]
         run = on_all(
             own,
+            # The loop's variables are bound now, because the call may come after the next turn.
             lambda mixed=mixed, arrival=arrival: copy.run(
                 (old, mixed),
                 steps,
@@ -294,6 +311,7 @@ def _named_stale(
         left = on_main(
             own, lambda others=others: Judge(everyone, others, copy, jobs).wrong_gradients()
         )
+        # Every gradient agrees with stale weights, so that explains all of the findings.
         if not left:
             return [replace(each, signature=STALE) for each in findings]
     return findings

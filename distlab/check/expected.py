@@ -28,6 +28,7 @@ class Right:
     def distance(self, seen: Tensor) -> float:
         """Return how far a tensor is away, in units of what is allowed; it agrees up to 1."""
         error = (seen - self.value).abs()
+        # NaN minus a number is NaN, which no comparison would find too large.
         if not error.isfinite().all():
             return math.inf
         # 0/0 would be NaN. An element that agrees exactly is 0 away, also where nothing is allowed.
@@ -45,6 +46,7 @@ class Right:
         """Return own · this + factor · the other."""
         return Right(
             own * self.value + factor * other.value,
+            # Errors add up without sign, because the worst case is what is allowed.
             abs(own) * self.element + abs(factor) * other.element,
             abs(own) * self.rms + abs(factor) * other.rms,
         )
@@ -73,6 +75,7 @@ class Expected:
 
     def mean(self, name: str) -> Right:
         """Return the right gradient."""
+        # Each rank contributes the same share of the mean.
         return self.combination(name, [1 / self.ranks] * self.ranks)
 
     def combination(self, name: str, weights: Sequence[float], part: str = "own") -> Right:
@@ -102,6 +105,7 @@ class Expected:
         sums = [rank[name] for rank in self.of_ranks]
         info = torch.finfo(self.dtypes[name])
         unit = info.eps / 2
+        # 4 stands for divisions and casts, see the list above.
         roundings = self.micro_batches + self.ranks + 4
         weighted = [weight * each.part(part) for weight, each in zip(weights, sums, strict=True)]
         value = torch.stack(weighted).sum(0)
@@ -114,8 +118,10 @@ class Expected:
         running = torch.zeros_like(value)
         # The terms of the list above, rank by rank.
         for weight, each, sent in zip(weights, sums, weighted, strict=True):
+            # This term is the bound that always holds, element by element.
             hard += roundings * unit * abs(weight) * each.magnitude
             running = running + sent
+            # Each square is the variance of one rounding, in units of u²/3.
             variance += weight**2 * each.partial + sent.square() + running.square()
             noise += weight**2 * each.noise
             shift += weight * each.shift
@@ -125,9 +131,11 @@ class Expected:
         floor = (
             SLACK
             * (self.ranks + self.micro_batches)
+            # In bf16 the matmuls still add in fp32, so the smaller eps counts.
             * min(info.eps, torch.finfo(torch.float32).eps)
         )
         floor = floor * largest * total_weight
+        # Numbers below the smallest normal one have an absolute error, whatever their size.
         floor += (
             roundings
             * self.micro_batches
@@ -141,6 +149,7 @@ class Expected:
         wobble = math.sqrt(noise.mean().item())
         return Right(
             value,
+            # Six times the noise of the noisiest element leaves no right element outside.
             hard + floor + 6 * math.sqrt(noise.max().item()),
             floor + 4 * few * (rounding + wobble),
         )

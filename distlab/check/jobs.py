@@ -28,9 +28,11 @@ class Jobs:
         self, source: Task, rank: int, step: int, micro_batches: int, device: torch.device
     ) -> list[Any]:
         """Return the micro-batches of one rank in one step, from 0 on."""
+        # In tensor and context parallelism every rank computes with the batch of rank 0.
         rank = 0 if self.same_batch else rank
         first = step * micro_batches
         found = []
+        # Numbers go on over the steps, so no two steps share a batch.
         for number in range(first, first + micro_batches):
             found.extend(source.batches(rank, number, device))
         # A task may have several micro-batches in a step of its own.

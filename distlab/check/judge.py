@@ -111,6 +111,7 @@ class Judge:
             alike = [1 / expected.ranks] * expected.ranks
             means, over_targets, difference = 0.0, 0.0, 0.0  # sums of squares
             for name in self.copy.trainable:
+                # The loss returned a count, or all micro-batches have the same number of targets.
                 if TARGETS_ALIKE not in expected.of_ranks[0][name].others:
                     break
                 right = expected.combination(name, alike, TARGETS_ALIKE).value
@@ -119,6 +120,7 @@ class Judge:
                 over_targets += right.square().sum().item()
                 difference += (mean - right).square().sum().item()
             if over_targets > 0:
+                # Norms are compared as well: the direction may differ although the length does not.
                 of_norm = abs(math.sqrt(means / over_targets) - 1)
                 of_gradient = math.sqrt(difference / over_targets)
                 return (
@@ -141,6 +143,7 @@ class Judge:
                     f"the gradient of {name} is not a number in one process either (step {step}): "
                     "there is nothing to compare"
                 )
+            # One gradient that is not zero is enough for a comparison.
             some = some or bool(mean.any())
         if step == 1 and not some:
             raise NothingToCompare(
@@ -153,6 +156,7 @@ class Judge:
         found = []
         for name in self.ranks[0].initial:
             each = torch.stack([wide(rank.initial[name]) for rank in self.ranks])
+            # NaN is never equal to NaN, so both are replaced before the comparison.
             if not torch.equal(each.nan_to_num(), each[:1].expand_as(each).nan_to_num()):
                 found.append(
                     Finding(name, "initial value", 0, _error(each, each[0]), NOT_BROADCAST)
@@ -164,6 +168,8 @@ class Judge:
         found = []
         for step, expected in enumerate(self.expected, start=1):
             gradients = self.ranks[0].gradients[step - 1]
+            # The gradients are known to be right here, so a wrong norm is a mistake of the norm
+            # alone.
             wrong = norm_error(expected, gradients, [rank.norms[step - 1] for rank in self.ranks])
             if wrong is not None:
                 signature, error = wrong
@@ -177,6 +183,7 @@ class Judge:
         wrong = []
         for name in self.copy.trainable:
             mean = self.expected[-1].mean(name)
+            # All ranks must have the right gradient, since each of them steps by it.
             if not all(map(mean.agrees, self._seen(STEPS, name))):
                 wrong.append(name)
         return wrong
@@ -200,6 +207,8 @@ class Judge:
             signature = named[name]
             if signature is None:
                 continue
+            # Every wrong tensor is tied, and others are right: the second name explains the sum,
+            # and not the ranks.
             if signature == SUMMED and wrong <= self.copy.tied < named.keys():
                 signature = TIED
             # Only ranks that were given the same batch can have parts of a sequence.
@@ -232,8 +241,10 @@ class Judge:
                 return signature
         if self._mixed_with_another(step, name, seen):
             return OTHER_TENSOR
+        # A rank without a gradient explains more than the values of the others do.
         if not all(each.any() for each in seen):
             return ABSENT
+        # The ranks are compared with one another by the tolerance of the mean.
         if not all(replace(mean, value=seen[0]).agrees(each) for each in seen):
             return APART
         if self._rounded(step, name, seen):
@@ -246,12 +257,14 @@ class Judge:
         ranks, micro_batches = expected.ranks, expected.micro_batches
 
         def everywhere(weight: float, part: str = "own") -> list[Right]:
+            # All ranks have the same wrong value, so the list repeats it.
             return [expected.combination(name, [weight] * ranks, part)] * ranks
 
         yield SUMMED, everywhere(1.0)
         yield DIVIDED, everywhere(1 / ranks**2)
         yield OWN, [self._of_rank(step, name, rank, 1.0) for rank in range(ranks)]
         yield OWN_DIVIDED, [self._of_rank(step, name, rank, 1 / ranks) for rank in range(ranks)]
+        # With one micro-batch these mistakes give the right value.
         if micro_batches > 1:
             yield MICRO_SUMMED, everywhere(micro_batches / ranks)
             yield MICRO_DIVIDED, everywhere(1 / micro_batches / ranks)
@@ -261,6 +274,7 @@ class Judge:
             yield ONE_RANK, [self._of_rank(step, name, rank, 1.0)] * ranks
         for rank in range(ranks):
             for weight in (1 / ranks, 1 / (ranks - 1)):
+                # A missing rank may or may not change the number by which the sum is divided.
                 weights = [0.0 if each == rank else weight for each in range(ranks)]
                 yield MISSING, [expected.combination(name, weights)] * ranks
         for weighing in expected.of_ranks[0][name].others:
@@ -278,12 +292,15 @@ class Judge:
         ranks = len(seen)
         mean = self.expected[step - 1].mean(name)
         yield from self._other_steps(step, name, seen)
+        # A sum over ranks that is right shows that parts were not added.
         if seen.any() and not all(replace(mean, value=seen[0]).agrees(each) for each in seen):
             yield PART, seen.sum(0)[None], [mean]
             yield SHARE, seen.mean(0)[None], [mean]
         factor = _slope(seen[0], mean.value)
+        # A gradient of pure noise has no direction that could be scaled.
         is_noise = mean.agrees(torch.zeros_like(mean.value))
         if abs(factor) > 1e-3 and seen[0].numel() > 1 and not is_noise:
+            # This mistake is tried last, because its factor is fitted to the values.
             yield SCALED, seen, [mean.plus(mean, 0.0, factor)] * ranks
 
     def _other_steps(self, step: int, name: str, seen: Tensor) -> Iterator[Candidate]:
@@ -294,6 +311,7 @@ class Judge:
             # A gradient that comes a step late: in the second step it is that of the first.
             late = self._seen(2, name)
             second = self.expected[1].mean(name)
+            # If the second gradient is right, the first one did not come late.
             if before.value.any() and not all(map(second.agrees, late)):
                 yield PREVIOUS, late, [before] * ranks
             return
@@ -302,6 +320,7 @@ class Judge:
 
     def _of_two_steps(self, step: int, name: str, seen: Tensor) -> str | None:
         """Return MIXED if a gradient is a weighted mean of this step's and the previous step's."""
+        # With fewer than four elements two weights can always be fitted.
         if step == 1 or seen[0].numel() < 4:
             return None
         now, before = self.expected[1].mean(name), self.expected[0].mean(name)
@@ -310,6 +329,7 @@ class Judge:
             torch.linalg.lstsq(columns, seen[0].flatten()[:, None]).solution.flatten().tolist()
         )
         mixed = now.plus(before, weights[1], weights[0])
+        # A weight of 0 or 1 would be a mistake that was tried before.
         is_mean = all(0.01 < weight < 1 for weight in weights)
         return MIXED if is_mean and all(map(mixed.agrees, seen)) else None
 
@@ -341,6 +361,7 @@ class Judge:
         for value in seen:
             if expected.mean(name).agrees(value):
                 continue
+            # Every choice of ranks is tried with every tensor of the same shape.
             ways = product(alike, product((False, True), repeat=ranks))
             if not any(explains(other, theirs, value) for other, theirs in ways if any(theirs)):
                 return False
@@ -350,6 +371,7 @@ class Judge:
     def _rounded(self, step: int, name: str, seen: Tensor) -> bool:
         """Return whether a gradient of higher precision has been through bf16 or fp16."""
         expected = self.expected[step - 1]
+        # A gradient in half precision is rounded to it anyway.
         if torch.finfo(expected.dtypes[name]).bits < 32:
             return False
         mean = expected.mean(name)
@@ -379,6 +401,7 @@ class Judge:
     def states(self) -> int:
         """Return how many tensors of the optimizer's state were compared after each step."""
         if self.jobs.optimizer is torch.optim.SGD:
+            # SGD without momentum has no state.
             return 0
         return sum(len(self._compared_states(STEPS, name)) for name in self.copy.trainable)
 
@@ -387,11 +410,14 @@ class Judge:
         """Return the optimizer in one process, for each rank given the gradients seen there."""
         found = []
         for rank, trained in enumerate(self.ranks):
+            # Equal gradients give equal steps, so the result of rank 0 serves for this rank as
+            # well.
             if rank and all(map(_equal, trained.gradients, self.ranks[0].gradients)):
                 found.append(found[0])
                 continue
             gradients = []
             for of_step, absent in zip(trained.gradients, trained.absent, strict=True):
+                # A parameter without a gradient is left out, as its optimizer skips it.
                 gradients.append({name: of_step[name] for name in of_step.keys() - absent})
             found.append(Alone(self.jobs, self._starts, gradients))
         return found
@@ -409,6 +435,8 @@ class Judge:
             rights = self._alone[rank].state(step, name, dtype)
             for kind, seen in trained.states[step - 1].get(name, {}).items():
                 seen = wide(seen)
+                # A state of another shape, such as a factored one, cannot be compared element by
+                # element.
                 if kind in rights and seen.shape == rights[kind].value.shape:
                     found.setdefault(kind, {})[rank] = (seen, rights[kind])
         return found
@@ -420,6 +448,7 @@ class Judge:
         wrong: dict[str, dict[str, tuple[float, list[Tensor]]]] = {}
         for name in self.copy.trainable:
             for kind, of_ranks in self._compared_states(step, name).items():
+                # Each kind of state is judged by itself: moments may be right and the count wrong.
                 if not all(right.agrees(seen) for seen, right in of_ranks.values()):
                     error = max(_error(seen, right.value) for seen, right in of_ranks.values())
                     there = [seen for seen, _ in of_ranks.values()]
@@ -441,14 +470,19 @@ class Judge:
     def _mistaken_states(self, step: int) -> list[tuple[str, list[States]]]:
         """Return the states after a step that mistakes would give, of each rank or of all."""
         mistakes = []
+        # After the first step a reset cannot be seen, because the state was just made.
         if step == STEPS:
             fresh = step_alone(self.jobs, self._starts[1:], self.ranks[0].gradients[1:])
             mistakes.append((STATE_RESET, fresh.states))
         ranks = len(self.ranks)
+        # Gradients of complex parameters are kept as two real parts, which the steps here cannot
+        # take.
         names = [name for name, p in self.copy.trainable.items() if not p.is_complex()]
         for weight in (1.0, 1 / ranks):
             own = []
             for rank in range(ranks):
+                # The steps are repeated from the first one, since moments depend on all gradients
+                # before.
                 gradients = []
                 for number in range(1, step + 1):
                     of_rank = {}
@@ -503,6 +537,7 @@ class Judge:
             after = self._after(step, name)
             if not torch.equal(after.nan_to_num(), right.expand_as(after).nan_to_num()):
                 found.append(Finding(name, "value", step, _error(after, right), FROZEN))
+        # An update that was not sent explains all other differences of that step.
         not_sent = [finding for finding in found if finding.signature == NOT_SENT]
         return not_sent or found
 
@@ -517,6 +552,7 @@ class Judge:
         before = wide((self.ranks[0].initial if step == 1 else self.ranks[0].values)[name])
         after = self._after(step, name)
         changes = [self._change(step, name, rank) for rank in range(len(after))]
+        # No update can be compared that is not finite, for example in fp16.
         if any(change is None for change in changes):
             return None, 0.0
         eps = torch.finfo(self.copy.trainable[name].dtype).eps
@@ -527,12 +563,14 @@ class Judge:
             # higher precision is not.
             rounding = eps / 2 * (value.abs() + 2 * abs(times) * change.value.abs()) * 1.01
             rms = rounding.square().mean().sqrt().item() + abs(times) * change.rms
+            # The smallest bounds keep an exact value of 0 from being refused.
             return Right(value, 2 * rounding + abs(times) * change.element + 1e-30, rms + 1e-30)
 
         right = updated(1)
         error = _error(after, right.value)
         if all(updated(1, changes[rank]).agrees(each) for rank, each in enumerate(after)):
             return None, error
+        # Ranks that differ have not exchanged their updates.
         if not all(replace(right, value=after[0]).agrees(each) for each in after):
             return NOT_SENT, error
         if all(map(updated(2).agrees, after)):
@@ -547,6 +585,7 @@ class Judge:
     def _change(self, step: int, name: str, rank: int) -> Right | None:
         """Return the right change of a parameter in a step. None if there is none to compare."""
         if self.jobs.optimizer is not torch.optim.SGD:
+            # The optimizer was stepped alone by the gradients that this rank saw.
             return self._alone[rank].update(step, name, self.copy.trainable[name].dtype)
         gradient = self.expected[step - 1].mean(name)
         lr = self.jobs.task.lr
@@ -564,6 +603,7 @@ class Judge:
 
         The fitted `times` must be near 1.
         """
+        # With fewer elements the two fitted numbers would explain everything.
         if before.numel() < 3:
             return False
         right = updated(1)
@@ -580,6 +620,7 @@ class Judge:
             # The fitted numbers are off by what the rounding of all elements does to them.
             element = plain.element + 2 * rounding + 4 * usual
             fitted = Right(plain.value + shrink * before, element, plain.rms + usual)
+            # A decay shrinks the value, and leaves the size of the update as it is.
             if shrink < 0 and abs(times - 1) < 0.1 and all(map(fitted.agrees, after)):
                 return True
         return False
@@ -613,6 +654,7 @@ def _equal(first: Tensors, second: Tensors) -> bool:
 
 def _close(seen: Tensor, right: Tensor, eps: float) -> bool:
     """Return whether a buffer is right, up to rounding."""
+    # An integer buffer, such as a count, must agree exactly.
     bound = 1e-6 + max(1e-5, SLACK * eps) * right.abs() if eps else torch.zeros_like(right)
     same = (seen - right).abs() <= bound
     return bool((same | (seen == right) | (seen.isnan() & right.isnan())).all())

@@ -30,6 +30,7 @@ def on_all(own: RankContext, work: Callable[[], Any]) -> Any:
     result, error = None, None
     try:
         result = work()
+    # Errors of these classes are meant for the user. All others are bugs, and keep their traceback.
     except (ValueError, OSError) as raised:
         error = raised
     except Agreed as agreed:
@@ -55,6 +56,7 @@ def exchange(own: RankContext, value: Any, error: Exception | None = None) -> li
     if errors:
         # A rank that waited in vain did so because of another rank's error, if there is one.
         causes = [each for each in errors if not isinstance(each, TimeoutError)]
+        # One error is raised on all ranks, so that all of them end in the same way.
         raise Agreed((causes or errors)[0])
     return [each for each, _ in everyone]
 
@@ -63,6 +65,7 @@ def gather_on_main(value: Any, own: RankContext) -> list[Any]:
     """Return every rank's value in rank order on rank 0, and an empty list on the others."""
     gathered: list[Any] | None = [None] * own.world_size if own.is_main else None
     dist.gather_object(packed(value), gathered, dst=0, group=own.group)
+    # Other ranks have no list, and so return an empty one.
     return [unpacked(message) for message in gathered or []]
 
 
@@ -70,6 +73,7 @@ def from_main(value: Any, own: RankContext) -> Any:
     """Return rank 0's value."""
     box = [packed(value) if own.is_main else None]
     dist.broadcast_object_list(box, src=0, group=own.group)
+    # Rank 0 keeps its own object, without a copy.
     return value if own.is_main else unpacked(box[0])
 
 
@@ -89,12 +93,14 @@ class _Pickler(pickle.Pickler):
         )
         if not plain:
             return NotImplemented  # the pickler then does as it does by default
+        # The clone drops what the storage holds beyond this tensor.
         elements = value.reshape(-1).clone(memory_format=torch.contiguous_format)
         values = elements.view(torch.uint8).numpy().tobytes()  # numpy knows no bf16
         return _tensor_of, (values, value.dtype, tuple(value.shape))
 
 
 def _tensor_of(values: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    # torch.frombuffer refuses an empty buffer.
     if not values:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(values), dtype=dtype).view(shape)

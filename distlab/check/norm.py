@@ -51,6 +51,7 @@ def norm_error(
             differs from the one that the wrapper gives only by the rounding of the norm itself.
         norms: norm that each rank gives.
     """
+    # A wrapper that does not clip has no norm to compare.
     if any(norm.value is None for norm in norms):
         return None
     factor = expected.at_end if norms[0].before_factor else 1.0
@@ -75,8 +76,10 @@ def norm_error(
         return None
     error = max(abs(each - whole) for each in seen) / whole
     for signature, rights in _mistakes(expected, norms, squares):
+        # The first mistake that fits is named, and the simplest ones come first.
         if agree(rights):
             return signature, error
+    # Ranks that clip by different norms drift apart, which the message should say.
     if max(seen) - min(seen) > allowed:
         return NORM_APART, error
     return NORM_UNKNOWN, error
@@ -104,6 +107,7 @@ def _mistakes(
         yield NORM_PART, everywhere(replicated)
         yield NORM_PART, everywhere(sum(sharded))
         for shard in sharded:
+            # The difference can be below zero by rounding alone.
             yield NORM_PART, everywhere(max(0.0, squares - shard))
     else:
         yield NORM_ROOTS, [ranks * math.sqrt(squares)] * ranks

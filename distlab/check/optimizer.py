@@ -62,12 +62,14 @@ def state_here(model: ParallelModel, optimizer: Optimizer) -> Taken:
     # An optimizer that shards its state often keeps it in another one, such as `optim` of torch's
     # ZeroRedundancyOptimizer.
     inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
+    # The state of the inner optimizer has precedence, because it is the one that is used.
     for each in (optimizer, *inner):
         held.update(each.state)
     taken = []
     for shard in stepped(model, optimizer):
         state = {}
         for kind, value in held.get(shard.tensor, {}).items():
+            # A count may be a number or a tensor of one element, and is compared as a tensor.
             if isinstance(value, Tensor):
                 state[kind] = value.detach().clone()
             elif isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -86,8 +88,10 @@ def whole_state(model: ParallelModel, taken: Taken, own: RankContext) -> States:
     for shard, state in taken:
         name = plain(shard.name)
         shapes[name] = shard.shape
+        # A DTensor knows how to gather itself, so it is not put together by hand.
         is_part = not shard.replicated and not hasattr(shard.tensor, "full_tensor")
         for kind, value in state.items():
+            # A state without the shape of the parameter, such as a count, is whole on every rank.
             per_element = value.shape == shard.tensor.shape
             is_cut = isinstance(model, UserWrapper) and model.is_cut(shard.name, shard.tensor)
             if hasattr(value, "full_tensor") or (per_element and is_cut):
@@ -109,6 +113,7 @@ def whole_state(model: ParallelModel, taken: Taken, own: RankContext) -> States:
                 continue
             state = whole.setdefault(name, {})
             if kind not in state:
+                # NaN marks elements that no rank has, and fails every comparison.
                 state[kind] = torch.full(shapes[name], math.nan, dtype=values.dtype)
             state[kind].view(-1)[start : start + len(values)] = values
     return whole
@@ -147,6 +152,7 @@ def step_alone(
         exact: True to compute in fp64, False in the dtypes of the parameters.
         moved: True to move each gradient by its last bit, up or down at random.
     """
+    # The CPU is enough for two steps of an optimizer, and has fp64 at full speed.
     module = jobs.task.build(jobs.seed, torch.device("cpu"))
     dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
     if exact:
@@ -164,9 +170,11 @@ def step_alone(
                 parameter.copy_(start[name])
                 before[name] = wide(parameter).clone()
                 parameter.grad = None
+                # The optimizer skips a parameter whose gradient is None.
                 if name in of_step:
                     gradient = of_step[name].to(parameter.dtype)
                     if moved:
+                        # The random sign is ±1 for each element.
                         up = torch.randint(0, 2, gradient.shape, generator=generator) * 2 - 1
                         gradient = gradient * (1 + up * torch.finfo(dtypes[name]).eps)
                     parameter.grad = gradient.clone()
@@ -194,6 +202,8 @@ class Alone:
     def __init__(self, jobs: Jobs, starts: Sequence[Tensors], gradients: Sequence[Tensors]):
         self._exact = step_alone(jobs, starts, gradients)
         self._others = [
+            # The first differs by the rounding of the parameters' dtype, the second by that of the
+            # gradients.
             step_alone(jobs, starts, gradients, exact=False),
             step_alone(jobs, starts, gradients, moved=True),
         ]
@@ -233,6 +243,7 @@ def _allowed(value: Tensor, others: Sequence[Tensor | None], dtype: torch.dtype)
     if not value.numel():
         return None
     info = torch.finfo(dtype)
+    # An optimizer may keep its state in fp32 although the parameters are in half precision.
     eps = min(info.eps, torch.finfo(torch.float32).eps)
     floor = SLACK * eps * value.abs().max().item() + info.smallest_normal
     few = 1 + 2 / math.sqrt(value.numel())

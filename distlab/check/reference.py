@@ -58,6 +58,7 @@ def step_size(task: Task, batch: Any, seed: int, device: torch.device) -> float:
     # In fp64, as squares of half-precision numbers overflow or vanish.
     gradients = [p.grad.double() for p in halves if p.grad is not None]
     slope = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients))
+    # Without a gradient no learning rate would make the update visible.
     if not 0 < slope < math.inf:
         return task.lr
     eps = max(torch.finfo(p.dtype).eps for p in halves)
@@ -101,6 +102,7 @@ class Sums:
         # What the same step gives with parameters moved by their last bit, minus what it gives as
         # they are: the noise of any right implementation.
         change = torch.stack([wide(gradient) for gradient in moved]) - plain
+        # The change of an infinite gradient is NaN, which says nothing about rounding.
         change = _weighted(change.nan_to_num(0.0, 0.0, 0.0), weights.right)
         each = _weighted(plain, weights.right)
         others = {}
@@ -127,6 +129,7 @@ class Sums:
 def _weighted(gradients: Tensor, weights: Sequence[float]) -> Tensor:
     """Return the gradients of micro-batches times their weights, stacked in dimension 0."""
     factors = torch.tensor(weights, dtype=torch.float64)
+    # The weights are spread over all other dimensions.
     return gradients * factors.view(-1, *[1] * (gradients.ndim - 1))
 
 
@@ -186,6 +189,7 @@ class Copy:
                     "gather(name, local) that returns the whole of this rank's part"
                 )
         named = dict(self.module.named_parameters())
+        # A parameter without elements has no gradient to compare.
         self.trainable = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
         self.frozen = [name for name in named if name not in self.trainable]
         # named_parameters() leaves a tied weight's second name out. By identity, both are counted.
@@ -203,6 +207,7 @@ class Copy:
     @torch.no_grad()
     def move(self) -> None:
         """Move each parameter by its last bit, up or down at random."""
+        # The generator is seeded, so two checks of one wrapper give the same verdict.
         generator = torch.Generator().manual_seed(0)
         for parameter in self.module.parameters():
             if parameter.is_floating_point():
@@ -253,6 +258,7 @@ class Copy:
         before = initial
         for number, micro_batches in enumerate(steps):
             read = {}  # micro-batch → buffers that it finds in place of its own
+            # In this policy rank 0's buffers are read once, before the first micro-batch of a step.
             if policy == EACH_STEP:
                 read = {0: main_states[number][0]}
             elif policy == EACH_FORWARD:
@@ -279,6 +285,7 @@ class Copy:
             all_sums.append(sums)
             at_end.append(weights.at_end)
             all_states.append(states)
+            # The next step starts from the buffers that this one has left.
             before = states[-1]
         calls = (traces[0].calls, traces[1].calls)
         return Run(all_sums, at_end, all_states, loss, len(steps[0]), calls)
@@ -306,6 +313,8 @@ class Copy:
         self.load({name: value for name, value in before.items() if name in buffers})
         gradients, states, losses, counts = [], [], [], []
         for number, batch in enumerate(micro_batches):
+            # Phases alternate: forward of micro-batch 0, its backward, forward of micro-batch 1,
+            # and so on.
             if 2 * number == arrival and late is not None:
                 self._load_parameters(late, buffers, moved)
             if number in read:
@@ -321,6 +330,7 @@ class Copy:
             if isinstance(loss, tuple):
                 loss, count = loss[0], float(loss[1])
             else:
+                # Without a count the loss is a mean, so it is divided as the training step does.
                 loss = loss / len(micro_batches)
             if 2 * number + 1 == arrival and late is not None:
                 self._load_parameters(late, buffers, moved)

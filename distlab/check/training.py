@@ -52,6 +52,7 @@ def train(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int)
     """
     task, strategy = jobs.candidate, jobs.strategy
     with _explained(strategy.name, own.timeout_s):
+        # Each rank draws other weights, so a missing broadcast shows.
         module = task.build(jobs.seed + own.rank, own.device)
         num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
         size_mb = num_bytes / 2**20 / 4  # at least four buckets
@@ -63,6 +64,7 @@ def train(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int)
         gradients, absent, norms, values, taken = [], [], [], {}, []
 
         def keep(phase: str) -> None:
+            # The step calls this at the end of each phase, and the optimizer's phase comes last.
             if phase == "optimizer":
                 taken.append(state_here(model, optimizer))
                 return
@@ -78,6 +80,7 @@ def train(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int)
         numbers = count(0)  # numbers the micro-batches of all steps
 
         def loss_fn(model: nn.Module, batch: Any) -> Loss:
+            # The batches are those of the running step, from the loop below.
             step, micro_batch = divmod(next(numbers), len(batches))
             trace.begin(step + 1, micro_batch + 1)
             return task.loss_fn(model, batch)
@@ -91,7 +94,9 @@ def train(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int)
         final = copies(model.full_parameters(), module)
         owned = _owned(model, optimizer)
         states = [whole_state(model, each, own) for each in taken]
+        # The module stays wrapped, because no code uses it afterwards.
         model.close(restore=False)
+    # A strategy of the lab has no function to finish, and can accumulate.
     finish = getattr(model, "finish", "")
     can_accumulate = getattr(model, "can_accumulate", True)
     return Trained(
@@ -124,6 +129,7 @@ def _whole_gradients(model: ParallelModel, own: RankContext) -> tuple[Tensors, s
         tensor, name = shard.tensor, plain(shard.name)
         if not tensor.requires_grad:
             continue
+        # Zeros stand for a missing gradient, so that all ranks gather tensors of one shape.
         gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
         if shard.replicated or hasattr(tensor, "full_tensor"):
             whole[name] = _whole(model, name, gradient).cpu().clone()
@@ -139,7 +145,9 @@ def _whole_gradients(model: ParallelModel, own: RankContext) -> tuple[Tensors, s
         )
     for of_rank, their_parts in everyone:
         for name, (start, values) in their_parts.items():
+            # Each rank's part is copied to its place in the whole tensor.
             whole[name].view(-1)[start : start + len(values)] = values
+        # A parameter counts as trained if any rank with a part of it has a gradient.
         trained |= of_rank & their_parts.keys()
     return whole, whole.keys() - trained
 
@@ -163,6 +171,7 @@ def _norm_of(model: ParallelModel) -> Norm:
         is_sharded = not shard.replicated or any(each.is_shard() for each in placements)
         if isinstance(model, UserWrapper):
             is_sharded = is_sharded or model.is_cut(shard.name, shard.tensor)
+        # The norm is of gradients, so a shard without one adds nothing.
         if is_sharded and shard.tensor.grad is not None:
             local = wide(local_part(shard.tensor.grad))
             shards[plain(shard.name)] = local.square().sum().item()
@@ -188,6 +197,7 @@ def _explained(name: str, timeout_s: float) -> Iterator[None]:
             yield
     except ValueError as error:
         if error.__cause__ is None or not is_lost_peer(error.__cause__):
+            # Only a rank that waited in vain needs another sentence.
             raise
         raise TimeoutError(
             f"under {name}, a rank waited {timeout_s:g} s (--timeout) in a collective that the "

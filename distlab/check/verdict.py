@@ -135,6 +135,7 @@ class Verdict:
             counted.append(f"{len(trainable)} of {self.tensors} tensors")
         if others:
             counted.append(f"{len(others)} buffers or frozen parameters")
+        # The verb agrees with the whole phrase.
         several = len(trainable) + len(others) > 1 or self.tensors > 1
         return (
             f"WRONG: {' and '.join(counted)} {'differ' if several else 'differs'} from one process"

@@ -61,6 +61,7 @@ def seen_in(micro_batches: Sequence[Any], counts: list[float | None]) -> Seen:
         of_batch = {}
         for position, leaf in enumerate(tree_leaves(batch)):
             is_tensor = isinstance(leaf, Tensor)
+            # Targets are whole numbers. A tensor of floating point cannot hold `IGNORED`.
             if is_tensor and not leaf.is_floating_point() and not leaf.is_complex():
                 counted = int((leaf != IGNORED).sum())
                 of_batch[position] = (leaf.numel(), counted)
@@ -75,6 +76,7 @@ def weights_of(everyone: Sequence[Seen], rank: int) -> Weights:
         everyone: micro-batches of each rank.
         rank: position of this rank in `everyone`.
     """
+    # One micro-batch decides, because a loss function returns either form always.
     if everyone[rank].counts[0] is None:
         return _of_means(everyone, rank)
     counts = [seen.counts for seen in everyone]
@@ -83,6 +85,7 @@ def weights_of(everyone: Sequence[Seen], rank: int) -> Weights:
     total = sum(map(sum, counts))
     at_end = _quotient(ranks, total)
     right = [at_end] * number
+    # With equal counts all weighings give the same gradient, so no mistake can be seen.
     if _all_equal(counts):
         return Weights(right, at_end, {})
     of_rank = sum(counts[rank])
@@ -109,6 +112,7 @@ def _of_means(everyone: Sequence[Seen], rank: int) -> Weights:
     for seen in everyone:
         of_rank = []
         for of_batch in seen.targets:
+            # Only tensors in which some target is ignored count as targets.
             counted = [of_batch[position][1] for position in positions if position in of_batch]
             of_rank.append(sum(counted))
         counts.append(of_rank)

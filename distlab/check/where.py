@@ -77,6 +77,7 @@ class Fingerprint:
         """Return an estimate of the norm of this tensor minus factor · the other."""
         pairs = zip(self.numbers, other.numbers, strict=True)
         squares = [(mine - factor * theirs) ** 2 for mine, theirs in pairs]
+        # The mean over the projections is an unbiased estimate of the squared norm.
         return math.sqrt(sum(squares) / len(squares))
 
 
@@ -99,6 +100,7 @@ class Trace:
     def begin(self, step: int, micro_batch: int) -> None:
         """Note that the calls from now on belong to this micro-batch."""
         self._place = (step, micro_batch)
+        # Calls are counted anew for each micro-batch, so that ranks number them alike.
         self._numbers.clear()
 
     @contextmanager
@@ -117,9 +119,11 @@ class Trace:
     def _record(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # backward recomputes a checkpointed part
+        # A module may be called several times in one forward.
         number = self._numbers[name]
         self._numbers[name] += 1
         for leaf, tensor in enumerate(tree_leaves(output)):
+            # Integers, such as indices, have no noise and no gradient.
             if not isinstance(tensor, Tensor) or not (
                 tensor.is_floating_point() or tensor.is_complex()
             ):
@@ -152,6 +156,7 @@ def first_difference(ranks: Sequence[Calls], alone: Sequence[Calls], moved: Sequ
         return "no module of the model was called, so that none could be compared"
     if not found:
         return "no module differs: outputs and their gradients are those of one process"
+    # The earliest call on any rank is nearest to the cause.
     _, call, _ = min(found.values())
     same = {rank: size for rank, (_, each, size) in found.items() if each == call}
     names = ", ".join(map(str, same))
@@ -172,13 +177,16 @@ def _first_of_rank(
         if given is None or given.shape != expected.shape:
             continue  # not called, or given a part of the sequence
         allowed = NOISE * noise[_kind(call)]
+        # A difference of sums in another order is allowed in any case.
         allowed += SLACK * torch.finfo(torch.float32).eps * expected.norm
         factor = 1.0
         if call.what == GRADIENT:
+            # The factor is found once for each step, at its first gradient.
             if call.step not in factors:
                 factors[call.step] = _factor(given, expected, allowed, right, ranks)
             factor = factors[call.step]
         difference = given.distance(expected, factor)
+        # A NaN in the copy as well is not a difference.
         is_nan = math.isnan(difference) and not math.isnan(expected.norm)
         if difference > factor * allowed or is_nan:
             size = difference / max(factor * expected.norm, 1e-300)
@@ -194,6 +202,7 @@ def _factor(
     for factor in (1.0, ranks, 1 / ranks, micro_batches, 1 / micro_batches):
         if given.distance(expected, factor) <= factor * allowed:
             return factor
+    # No factor fits, so the gradient itself is wrong.
     return 1.0
 
 
@@ -202,6 +211,7 @@ def _noise(right: Calls, moved: Mapping[Call, Fingerprint]) -> dict[tuple[str, s
     noise: dict[tuple[str, str, int], float] = {}
     for call, expected in right.items():
         kind = _kind(call)
+        # A call that the moved copy did not make gives no noise.
         change = moved[call].distance(expected) if call in moved else 0.0
         noise[kind] = max(noise.get(kind, 0.0), change)
     return noise

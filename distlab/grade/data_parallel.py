@@ -31,6 +31,7 @@ WHOLE_STEP = "two steps of a model of four layers"
 
 def invariants(part: Part) -> list[Invariant]:
     """Return what must hold of a part of kind `ddp`."""
+    # The middle size gives several buckets, so both full ones and a last one with room occur.
     size = BUCKET_SIZES[1] if part.before else None
     plain = {"form": PLAIN, "bucket_size_mb": size}
     found = [
@@ -153,6 +154,8 @@ def invariants(part: Part) -> list[Invariant]:
             experiment="train_wrapped",
             settings={
                 "form": PLAIN,
+                # Buckets of 8 MiB are smaller than a layer of 16 MiB, so the first can go long
+                # before the end.
                 "bucket_size_mb": 8.0 if part.before else None,
                 "width": WIDE,
             },
@@ -164,6 +167,7 @@ def invariants(part: Part) -> list[Invariant]:
             title="it works in a group of some of the ranks",
             experiment="train_wrapped",
             settings={**plain, "in_subgroup": True},
+            # A group of two that leaves one rank out needs three ranks.
             ranks=(3,),
             judge=partial(_mean, steps=(0, 1), form=PLAIN, first_rank=1),
             input="ranks 1 and 2 of 3",
@@ -173,11 +177,13 @@ def invariants(part: Part) -> list[Invariant]:
             title="50 steps leave nothing behind",
             experiment="train_long",
             settings={"bucket_size_mb": size},
+            # A leak shows on any number of ranks, and 50 steps of two are the quickest.
             ranks=(2,),
             judge=_no_leak,
             input="tensors that are alive after steps 10 to 50",
         ),
     ]
+    # Only this part's handout fixes the number of messages. Other wrappers may join gradients.
     if part.name == "ddp-individual":
         found.append(
             Invariant(
@@ -189,6 +195,8 @@ def invariants(part: Part) -> list[Invariant]:
             )
         )
     if part.before:
+        # Each size has a row about the number of messages and one about values: either can break
+        # alone.
         for size_mb in BUCKET_SIZES:
             settings = {**plain, "bucket_size_mb": size_mb}
             found.append(
@@ -222,12 +230,14 @@ def _starts_equal(ranks: Noted, buffers: bool) -> None:
     for rank, noted in enumerate(ranks):
         for name, tensor in expected.items():
             seen = noted["initial"].get(name)
+            # The tolerance is zero, because a broadcast copies bits.
             if seen is None or not is_near(seen, tensor.detach(), 0.0):
                 own = dict(Branches(PLAIN, seed=rank).state_dict())[name]
                 what = "another value"
                 if seen is None:
                     what = "no such tensor"
                 elif is_near(seen, own, 0.0):
+                    # A rank's own initial value means that nothing was broadcast.
                     what = f"rank {rank}'s own value"
                 raise Broken(f"{name} of rank 0 on rank {rank}", what)
 
@@ -238,13 +248,17 @@ def _expected_gradients(
     """Return the gradients of each rank by itself, computed here from the parameters it had."""
     found = []
     for rank in range(len(ranks)):
+        # Places are positions among all ranks, because batches and seeds were drawn by these.
         place = first_rank + rank
         last = first_rank + len(ranks) - 1
+        # The seed does not matter: the next statement overwrites every parameter.
         model = Branches(form, seed=0, is_last=place == last)
         # From the parameters that the rank really had, so that a mistake in the first step is not
         # reported again in the second.
         model.load_state_dict(_with_tied(model, ranks[rank]["steps"][step]["before"]))
         for number in range(backwards):
+            # Rank r has 4 + r examples, so averaging by examples gives other gradients than
+            # averaging by ranks.
             examples = 4 + place if unequal else 4
             inputs, targets = batch_of(place, step * backwards + number, examples)
             loss_of(model(inputs), targets).backward()
@@ -277,6 +291,8 @@ def _mean(
         alone = _expected_gradients(ranks, step, form, unequal, backwards, first_rank)
         before = None
         if step > 0:
+            # A gradient of the step before may have been left in place, which `_described` can
+            # name.
             before = _expected_gradients(ranks, step - 1, form, unequal, backwards, first_rank)
         for name in alone[0]:
             mean = _mean_of([gradients[name] for gradients in alone], number)
@@ -289,8 +305,12 @@ def _mean(
                     continue
                 what = _described(seen, mean, [each[name] for each in alone], rank, earlier)
                 where = f"{name} on rank {first_rank + rank} in step {step + 1}"
+                # A text that begins so is a number without a known cause. Later rows must not be
+                # folded into it.
                 is_named = not what.startswith("differs by")
                 raise Broken(f"the mean of {number} ranks for {where}", what, is_named=is_named)
+            # This comes after the last step, because `final` holds the parameters at the
+            # experiment's end.
             if form == FROZEN and step == steps[-1] and alone[0][name] is None:
                 _is_unchanged(ranks, name)
 
@@ -304,6 +324,7 @@ def _is_unchanged(ranks: Noted, name: str) -> None:
 
 def _mean_of(gradients: list[Tensor | None], number: int) -> Tensor | None:
     """Return the mean over ranks, in which a rank without a gradient counts as zero."""
+    # A wrapper sends zeros for a parameter that this rank's forward did not use.
     given = [gradient for gradient in gradients if gradient is not None]
     if not given:
         return None
@@ -314,6 +335,7 @@ def _agrees(seen: Tensor | None, mean: Tensor | None) -> bool:
     """Return whether a gradient is right; of a parameter that no rank uses, zero is also right."""
     if mean is None:
         return seen is None or not seen.any()
+    # The parent has no GPU context, and expected values are on the CPU.
     return seen is not None and is_near(seen.cpu(), mean)
 
 
@@ -337,12 +359,14 @@ def _described(
         return f"the sum over ranks, {number} times the mean"
     if own is not None and is_near(seen, own):
         return "the rank's own gradient, which is not averaged"
+    # A wrapper that divides in the hook and again afterwards averages twice.
     for divided, times in ((number, "twice"), (number * number, "three times")):
         if is_near(seen, mean / divided):
             return f"the mean divided by {divided}: averaged {times}"
     for other, gradient in enumerate(alone):
         if gradient is not None and is_near(seen, gradient):
             return f"the gradient of rank {other}"
+        # A broadcast in place of an all-reduce looks like this, before or after a division.
         if gradient is not None and is_near(seen, gradient / number):
             return f"the gradient of rank {other} divided by {number}: nothing was added"
     if earlier is not None:
@@ -370,6 +394,7 @@ def _stays_equal(ranks: Noted) -> None:
 def _gradient_bytes(form: str) -> int:
     """Return the bytes of all gradients of a model."""
     model = Branches(form, seed=0)
+    # Each element is fp32, so it takes 4 bytes. A tied weight is listed once by `parameters()`.
     return sum(4 * each.numel() for each in model.parameters() if each.requires_grad)
 
 
@@ -377,6 +402,8 @@ def _bytes_of_step(ranks: Noted, form: str) -> None:
     """Raise Broken unless a step sends each gradient once."""
     expected = _gradient_bytes(form)
     for rank, noted in enumerate(ranks):
+        # The first step may also broadcast parameters or build buckets, so the second one is
+        # counted.
         calls = noted["steps"][1]["calls"]
         sent = sum(num_bytes for _, num_bytes, _, _ in calls)
         # Buckets may be padded, and a few numbers for agreement are no harm.
@@ -393,8 +420,10 @@ def _same_calls(ranks: Noted) -> None:
         first = ranks[0]["steps"][step]["calls"]
         for rank, noted in enumerate(ranks):
             calls = noted["steps"][step]["calls"]
+            # NCCL matches collectives by position, so one difference breaks all that follow.
             if calls == first:
                 continue
+            # The first difference is named, because the later ones often follow from it.
             for position, (mine, others) in enumerate(zip(calls, first, strict=False)):
                 if mine != others:
                     raise Broken(
@@ -402,6 +431,7 @@ def _same_calls(ranks: Noted) -> None:
                         f"collective {position + 1} is {mine[0]} of {mine[1]:,} bytes, and on "
                         f"rank 0 {others[0]} of {others[1]:,}",
                     )
+            # All common positions agree, so one of the ranks made more calls than the other.
             raise Broken(f"{len(first)} collectives on rank {rank}", f"{len(calls)}")
 
 
@@ -412,6 +442,7 @@ def _message_per_parameter(ranks: Noted) -> None:
     """
     wanted = sorted(each.numel() for each in Branches(PLAIN, seed=0).parameters())
     seen = [numel for _, _, _, numel in ranks[0]["steps"][1]["calls"]]
+    # Each found message is struck out, and what is left is in addition.
     others = list(seen)
     for numel in wanted:
         if numel not in others:
@@ -457,6 +488,7 @@ def _greedy(sizes: list[int], limit: float) -> int:
     A bucket may close before or after the tensor that exceeds its size, so two more are allowed.
     """
     most = 0
+    # Gradients arrive from the last layer to the first, but a plan may follow either order.
     for order in (sizes, sizes[::-1]):
         buckets, held = 1, 0
         for size in order:
@@ -470,6 +502,7 @@ def _greedy(sizes: list[int], limit: float) -> int:
 def _overlaps(ranks: Noted) -> None:
     """Raise Broken if nothing was sent before the last gradient of a backward was complete."""
     for step in (0, 1):
+        # Lines begin with the number of collectives issued so far, see `_note_gradients`.
         log = ranks[0]["steps"][step]["log"]
         in_backward = log[: log.index("backward ends")]
         sent_by_then = [int(line.split()[0]) for line in in_backward]
@@ -483,6 +516,8 @@ def _overlaps(ranks: Noted) -> None:
 
 def _no_leak(ranks: Noted) -> None:
     """Raise Broken if the number of live tensors grows from step to step."""
+    # Counts are taken after steps 10, 20, …, 50. Some tensors are made once, so the first is
+    # skipped.
     alive = ranks[0]["alive"]
     # Some tensors more are no leak, and a leak grows until the end. Both must hold.
     if alive[-1] > alive[1] + 20 and alive[-1] > alive[-2]:

@@ -101,9 +101,11 @@ def _require(source: Path, adapters: str) -> None:
             f"{source} has no {ADAPTERS}; name the module with the hook functions: "
             "--adapters package.module"
         )
+    # Links are not followed and ignored folders not entered, as in the copy.
     total = 0
     for place, folders, files in os.walk(source):
         ignored = LEFT_OUT(place, [*folders, *files])
+        # os.walk enters only the folders that are left in this list.
         folders[:] = [each for each in folders if each not in ignored]
         for file in files:
             if file not in ignored and not os.path.islink(os.path.join(place, file)):
@@ -217,6 +219,7 @@ class _Part:
 
     def _examined(self, invariant: Invariant, ranks: list[int]) -> Row | None:
         """Return the row of an invariant; None if it does not apply."""
+        # No number of ranks is within this machine's GPUs.
         if not ranks:
             return None
         if invariant.settings.get("in_subgroup") and not self._takes_group():
@@ -231,6 +234,7 @@ class _Part:
         )
         for number in ranks:
             observed, is_first = self._observed(invariant, number)
+            # The row of a failure names the one number of ranks on which it failed.
             here = replace(row, ranks="" if number == 0 else f"{number} ranks")
             if observed.missing:
                 return replace(here, status=NOT_HANDED_IN, seen=observed.missing)

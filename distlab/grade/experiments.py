@@ -91,6 +91,7 @@ def train_wrapped(
     module.to(place.device)
     group = None
     if in_subgroup:
+        # Every rank must call new_group, also the one that is left out.
         group = dist.new_group(list(range(1, place.ranks)))
         if place.rank == 0:
             return {"is_left_out": True}
@@ -106,15 +107,19 @@ def train_wrapped(
     optimizer = torch.optim.SGD(
         [each for each in module.parameters() if each.requires_grad], lr=LEARNING_RATE
     )
+    # Unequal batches tell a mean over ranks from a mean over examples.
     examples = 4 + place.rank if unequal_batches else 4
     for step in range(2):
         before = _values(module) if keeps_tensors else {}
         optimizer.zero_grad(set_to_none=sets_to_none)
+        # The log is of one step, and the recorder's calls go on through both.
         log.clear()
         first_call = len(recorder.calls)
         with recorder:
             for number in range(backwards):
                 inputs, targets = batch_of(place.rank, step * backwards + number, examples)
+                # The course's training loop calls this hook before each forward of a wrapper with
+                # buckets.
                 if place.part.before:
                     function_of(place.module, place.part.before)(model, optimizer)
                 outputs = model(inputs.to(place.device))
@@ -124,12 +129,14 @@ def train_wrapped(
         gradients = {}
         for name, parameter in named.items() if keeps_tensors else ():
             gradients[name] = None if parameter.grad is None else parameter.grad.detach().clone()
+        # The parent reads files with weights_only, which admits no objects of the recorder's class.
         calls = [
             (call.op, call.bytes, str(call.dtype), call.numel)
             for call in recorder.calls[first_call:]
         ]
         noted["steps"].append(
             {
+                # The parent computes the expected gradients from these parameters.
                 "before": before,
                 "gradients": gradients,
                 "calls": calls,
@@ -205,6 +212,7 @@ def train_long(place: Place, bucket_size_mb: float | None) -> Noted:
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
     alive = []
     for step in range(50):
+        # Four batches are repeated: values do not matter here, and the count of steps does.
         inputs, targets = batch_of(place.rank, step % 4)
         optimizer.zero_grad()
         if place.part.before:
@@ -212,6 +220,7 @@ def train_long(place: Place, bucket_size_mb: float | None) -> Noted:
         loss_of(model(inputs.to(place.device)), targets.to(place.device)).backward()
         place.finish(model, optimizer)
         optimizer.step()
+        # Counting looks at every object of the process, so it is done after every tenth step.
         if step % 10 == 9:
             # Cycles that the collector would free are no leak.
             gc.collect()
@@ -227,6 +236,7 @@ def is_tensor(value: Any) -> bool:
 # -- sharded optimizer -----------------------------------------------------------------------------
 
 SHAPES = ((24, 16), (24, 16), (16,), (24, 16), (24, 16), (16,), (24, 16), (24, 16))
+# Values differ from AdamW's defaults, so that an option that is lost changes the result.
 ADAMW = {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.1}
 
 
@@ -254,6 +264,7 @@ def train_optimizer(place: Place, scenario: str) -> Noted:
     shapes = ((24, 16),) if scenario == "one parameter" else SHAPES
     parameters = parameters_of(shapes)
     for parameter in parameters:
+        # `.data` keeps the parameter objects, which the optimizer and the gradients refer to.
         parameter.data = parameter.data.to(place.device)
     hook = place.hook()
 
@@ -278,6 +289,7 @@ def run_optimizer(scenario: str, parameters: list[nn.Parameter], make: Callable[
     """
     noted: Noted = {}
     if scenario == "groups":
+        # Each group overrides one option, and takes the other from the defaults.
         groups = [
             {"params": parameters[:3], "lr": 0.2},
             {"params": parameters[3:], "weight_decay": 0.0},
@@ -296,11 +308,13 @@ def run_optimizer(scenario: str, parameters: list[nn.Parameter], make: Callable[
     for step in range(3):
         optimizer.zero_grad()
         set_gradients(parameters, step)
+        # The default argument binds this step's number now, not when the closure is called.
         if scenario == "closure":
 
             def closure(step: int = step) -> Tensor:
                 with torch.enable_grad():
                     set_gradients(parameters, step)
+                # The loss differs from step to step, so that an old one is noticed.
                 return torch.tensor(float(10 + step))
 
             loss = optimizer.step(closure)
@@ -309,10 +323,12 @@ def run_optimizer(scenario: str, parameters: list[nn.Parameter], make: Callable[
             optimizer.step()
         if scheduler is not None:
             scheduler.step()
+        # After two of three steps the moments are not zero, and the third step needs them.
         if scenario == "round trip" and step == 1:
             state = optimizer.state_dict()
             optimizer = make(parameters, **ADAMW)
             optimizer.load_state_dict(state)
+    # The caller takes the optimizer out again, after it has counted the state.
     noted["optimizer"] = optimizer
     return noted
 
@@ -324,12 +340,14 @@ def state_bytes(optimizer: Any, parameters: list[nn.Parameter]) -> int:
     the object's attributes is counted, once for each storage.
     """
     skipped = set()  # storages, because parameters may be parts of one flat vector
+    # Parameters and gradients are not state, although an optimizer refers to them.
     for parameter in parameters:
         skipped.add(parameter.untyped_storage().data_ptr())
         if parameter.grad is not None:
             skipped.add(parameter.grad.untyped_storage().data_ptr())
     storages: dict[int, int] = {}
     seen: set[int] = set()
+    # A list takes the place of recursion, because objects of a submission may be nested deeply.
     waiting: list[Any] = [optimizer]
     while waiting:
         value = waiting.pop()
@@ -358,6 +376,7 @@ def layers_of_course() -> tuple[type[nn.Module], type[nn.Module]]:
 
     A submission's FSDP may shard layers of those classes alone.
     """
+    # The submission's folders are on the path of imports only in a child process.
     try:
         from cs336_basics.model import Embedding, Linear  # type: ignore[import-not-found]
     except ImportError:
@@ -384,6 +403,7 @@ def train_fsdp(
     noted: Noted = {
         "held_bytes": held.bytes_at_rest(),
         "steps": [],
+        # Parameters are gathered before the first step and after each, so there are three.
         "full": [_gathered(gather, model)],
     }
     noted["parameters"] = [
@@ -398,10 +418,12 @@ def train_fsdp(
         words, targets = words_of(place.rank, step)
         first_call = len(recorder.calls)
         held.start()
+        # The recorder is on during forward and backward, and off where the parameters are gathered.
         with recorder:
             logits = model(words.to(place.device))
             after_forward = held.bytes_at_rest()
             calls_of_forward = len(recorder.calls) - first_call
+            # Only the forward's peak is judged: backward holds gradients in addition.
             held.stop()
             word_loss(logits, targets.to(place.device)).backward()
             place.finish(model, optimizer)

@@ -103,6 +103,7 @@ def _whole(noted: dict[str, Any], point: int) -> dict[str, Tensor]:
 
 def _matching(names: list[str], name: str) -> str:
     """Return the name under which a parameter was gathered; a wrapper may prefix its own."""
+    # Wrappers add prefixes such as `module.`, so the end of the name decides.
     for each in names:
         if each == name or each.endswith("." + name):
             return each
@@ -128,6 +129,7 @@ def _starts(ranks: Noted) -> None:
 
 def _equal(ranks: Noted) -> None:
     """Raise Broken unless all ranks gather the same."""
+    # Index 2 is after both steps, see `train_fsdp`.
     first = _whole(ranks[0], 2)
     for rank, noted in enumerate(ranks):
         for name, tensor in _whole(noted, 2).items():
@@ -142,6 +144,7 @@ def _mean(
 ) -> None:
     """Raise Broken unless a step of SGD moved the parameters by the mean of the gradients."""
     number = len(ranks)
+    # Rank 0 stands for all ranks here. That they gather the same is an invariant of its own.
     before, after = _whole(ranks[0], step), _whole(ranks[0], step + 1)
     alone = []
     for rank in range(number):
@@ -152,6 +155,7 @@ def _mean(
         words, targets = words_of(rank, step)
         word_loss(model(words), targets).backward()
         alone.append({name: each.grad for name, each in model.named_parameters()})
+    # The bound in fp32 is 1e-3: a difference of parameters has lost digits that the gradient has.
     relative = HALF.get(dtype, 1e-3)
     for name in alone[0]:
         given = [gradients[name] for gradients in alone]
@@ -159,6 +163,7 @@ def _mean(
         # SGD moves a parameter by lr · gradient, and sharded gradients are not compared directly:
         # this is what they were.
         moved = (before[key] - after[key]) / LEARNING_RATE
+        # Only a frozen parameter has no gradient, on any rank.
         if given[0] is None:
             if moved.any():
                 raise Broken(f"an unchanged {name}, which is frozen", "another value")
@@ -167,6 +172,8 @@ def _mean(
         if is_near(moved, mean, relative):
             continue
         what = largest_difference(moved, mean)
+        # The frequent mistakes are tried by their known factors, and a rank's own gradient is tried
+        # last.
         if is_near(moved, mean * number, relative):
             what = f"the sum over ranks, {number} times the mean"
         elif is_near(moved, mean / number, relative):
@@ -187,6 +194,7 @@ def _bytes(is_sharded: bool) -> int:
     """Return the bytes of the parameters that are sharded, or of those that may be whole."""
     total = 0
     for name, parameter in Words(0).named_parameters():
+        # The gain is a vector of 64 numbers, which wrappers may leave whole.
         if (name != "gain") == is_sharded:
             total += 4 * parameter.numel()
     return total
@@ -220,6 +228,7 @@ def _gradients(ranks: Noted) -> None:
                 continue
             if gradient != shape:
                 raise Broken(f"a gradient of shape {shape}, as its parameter", f"{gradient}")
+            # Gradients are fp32, 4 bytes for each element.
             total += 4 * torch.Size(gradient).numel()
         if total == 0:
             raise Broken("gradients in parameters()", f"none on rank {rank}")
@@ -236,6 +245,7 @@ def _frees(ranks: Noted) -> None:
     number = len(ranks)
     share = 1.1 * _bytes(is_sharded=True) / number + _bytes(is_sharded=False)
     for rank, noted in enumerate(ranks):
+        # The second step is judged, because lazy wrappers set up their buffers in the first.
         step = noted["steps"][1]
         most = share + UNITS_HELD * _largest_layer()
         if step["held_in_forward"] > most:
@@ -260,8 +270,10 @@ def _gathers(ranks: Noted) -> None:
         calls = step["calls"][: step["calls_of_forward"]]
         # A broadcast from the owner of a layer is another way to gather it.
         gathered = sum(num_bytes for op, num_bytes in calls if op in ("all_gather", "broadcast"))
+        # One call for all layers together would hold the whole model at once.
         if len(calls) < 2:
             raise Broken("an all-gather per layer in forward", f"{len(calls)} on rank {rank}")
+        # The bounds leave room for padding and for a layer that stays whole.
         if not 0.8 * whole <= gathered <= 1.3 * whole:
             raise Broken(
                 f"{whole:,} bytes gathered in forward, each weight once",
@@ -276,6 +288,8 @@ def _reduces(ranks: Noted) -> None:
         step = noted["steps"][1]
         reduced = 0
         for op, num_bytes in step["calls"]:
+            # An all-reduce with a local cut is slower than a reduce-scatter, but it reduces each
+            # gradient once.
             if op in ("reduce_scatter", "all_reduce", "reduce", "all_to_all"):
                 reduced += num_bytes
         # Shards may be padded, and small parameters may stay whole.
@@ -288,6 +302,7 @@ def _reduces(ranks: Noted) -> None:
 def _computes_in(ranks: Noted, dtype: str) -> None:
     """Raise Broken unless the layers' outputs have the dtype of computation."""
     seen = ranks[0]["steps"][1]["dtypes"]
+    # A hook noted one dtype for each layer of a forward.
     if not seen or any(each != f"torch.{dtype}" for each in seen):
         raise Broken(f"{dtype} from every layer", ", ".join(sorted(set(seen))) or "no layer ran")
 
@@ -299,5 +314,6 @@ def _masters(ranks: Noted) -> None:
             if dtype != "torch.float32":
                 raise Broken(f"fp32 parameters on rank {rank}", dtype)
         for _, _, dtype, _ in noted["steps"][1]["gradients"]:
+            # An empty dtype stands for a parameter without a gradient.
             if dtype not in ("", "torch.float32"):
                 raise Broken(f"fp32 gradients on rank {rank}", dtype)

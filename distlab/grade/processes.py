@@ -21,8 +21,10 @@ from distlab.grade import child
 from distlab.grade.job import Job
 
 MEMORY_BYTES = 3 * 2**30  # most resident memory of a child and all processes that it starts
+# The children of an experiment may print this number of bytes together.
 PRINTED_BYTES = 20 * 2**20
 PROCESSES = 24  # most processes of each child; Triton's compiler starts some
+# The interval of the checks is short compared with the time in which a loop fills memory.
 POLL_S = 0.05
 INTERPRETED = "TRITON_INTERPRET"
 RAISES = "it raises"  # beginning of the sentence about an error of the submission's own
@@ -61,6 +63,7 @@ def observe(job: Job) -> Observed:
     Returns:
         What it noted, or why it noted nothing.
     """
+    # A fork server has imported torch once. Each child is a fork of it, in milliseconds.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     folder = Path(tempfile.mkdtemp(prefix="distlab-grade-"))
@@ -68,6 +71,7 @@ def observe(job: Job) -> Observed:
     try:
         for rank in range(job.processes):
             process = context.Process(target=child.main, args=(job, rank, str(folder)))
+            # The child inherits this environment at its start. Later changes do not reach it.
             with _environment_of(job.is_interpreted):
                 process.start()
             children.append(process)
@@ -75,6 +79,7 @@ def observe(job: Job) -> Observed:
         failure = _wait(job, children, folder)
         return _collected(job, children, folder, failure)
     finally:
+        # The children are also ended where this process is interrupted.
         for process in children:
             _end(process.pid)
             process.join()
@@ -93,6 +98,7 @@ def _environment_of(is_interpreted: bool) -> Iterator[None]:
         os.environ[INTERPRETED] = "1"
     try:
         yield
+    # The examining process's own kernels must not change their mode.
     finally:
         if before is None:
             os.environ.pop(INTERPRETED, None)
@@ -107,6 +113,8 @@ def _wait(job: Job, children: list[Any], folder: Path) -> str:
         now = time.monotonic()
         if now > deadline:
             return f"no result within {job.seconds:g} s"
+        # An exit code is None while a process runs and 0 after success. All other codes are
+        # failures.
         if any(process.exitcode for process in children):  # others may wait for it in vain
             deadline = min(deadline, now + LEFT_S)
         for process in children:
@@ -134,6 +142,7 @@ def _usage(session: int) -> tuple[int, int]:
     """Return the number of processes of a session, and their resident bytes."""
     page = os.sysconf("SC_PAGE_SIZE")
     count, resident = 0, 0
+    # A child is the leader of its session, so its pid is the session's number.
     for pid in _members(session):
         try:
             fields = Path(f"/proc/{pid}/statm").read_text().split()
@@ -142,6 +151,7 @@ def _usage(session: int) -> tuple[int, int]:
         count += 1
         # Without pages of files and of memory that is shared with the fork server's.
         resident += (int(fields[1]) - int(fields[2])) * page
+    # The exact sum is computed only if the rough one, which is never smaller, exceeds the limit.
     if resident > MEMORY_BYTES:
         # Forked processes share pages. This sum has them once for each; the exact one takes longer.
         resident = sum(_proportional_bytes(pid) for pid in _members(session))
@@ -164,6 +174,7 @@ def _proportional_bytes(pid: int) -> int:
 def _members(session: int) -> list[int]:
     """Return the processes of a session. Empty on systems without /proc."""
     found = []
+    # Without /proc the limits on processes and memory are not checked.
     for entry in os.scandir("/proc") if os.path.isdir("/proc") else ():
         if not entry.name.isdigit():
             continue
@@ -179,6 +190,7 @@ def _end(pid: int | None) -> None:
     """End a child and all processes of its session."""
     if pid is None:
         return
+    # The child's own pid is added, because it may have failed before it called setsid.
     for each in {pid, *_members(pid)}:
         try:
             os.kill(each, signal.SIGKILL)
@@ -203,6 +215,7 @@ def _collected(job: Job, children: list[Any], folder: Path, failure: str) -> Obs
     # A rank whose collective failed is the victim of another one, if that has an error of its own.
     own.sort(key=lambda rank: found[rank]["is_lost"])
     for rank in own[:1]:
+        # One error is reported: the first of a rank that failed by its own mistake.
         error, place = found[rank]["raised"], found[rank]["place"]
         if found[rank]["is_lost"]:
             observed.failure = (
@@ -212,9 +225,11 @@ def _collected(job: Job, children: list[Any], folder: Path, failure: str) -> Obs
             observed.failure = f"{RAISES} on rank {rank}{place}: {error}"
         else:
             observed.failure = f"{RAISES}{place}: {error}"
+    # An error that a rank reported explains more than the limit that was then exceeded.
     if failure and not observed.failure:
         observed.failure = failure + _waiting_at(job, folder)
     for rank, process in enumerate(children):
+        # A child without a file crashed, unless a limit ended it.
         if found[rank] is None and not observed.failure:
             observed.failure = _how_it_ended(process, rank, job)
     if not observed.failure:
@@ -225,10 +240,12 @@ def _collected(job: Job, children: list[Any], folder: Path, failure: str) -> Obs
 def _how_it_ended(process: Any, rank: int, job: Job) -> str:
     """Return how a child ended that saved nothing."""
     process.join(1)
+    # The exit code may arrive a moment after the child's last message.
     code = process.exitcode
     which = f"rank {rank}" if job.ranks > 1 else "the process"
     if code is None:
         return f"{which} did not end"
+    # Python reports death by signal n as the exit code -n.
     if code < 0:
         return f"{which} ended with {signal.Signals(-code).name}"
     return f"{which} ended with exit code {code} before it had finished"
@@ -241,8 +258,10 @@ def _waiting_at(job: Job, folder: Path) -> str:
         file = folder / f"stack{rank}"
         lines = file.read_text(errors="replace").splitlines() if file.exists() else []
         for line in lines:  # the innermost frame comes first
+            # A line of faulthandler is `  File "PATH", line N in FUNCTION`.
             _, quote, rest = line.partition('File "')
             path, _, position = rest.partition('", line ')
+            # Frames of torch and of the lab are above the line of the submission that called them.
             if quote and path.startswith(job.folder):
                 inside = os.path.relpath(path, job.folder)
                 places.append(f"rank {rank} is at {inside}:{position.split()[0]}")
@@ -255,6 +274,7 @@ def _printed(folder: Path) -> str:
     texts = []
     for file in sorted(folder.glob("printed*")):
         with open(file, "rb") as opened:
+            # The end says most: tracebacks end with the error. 2,000 bytes are about 25 lines.
             opened.seek(max(0, file.stat().st_size - 2000))
             texts.append(opened.read().decode(errors="replace"))
     return "".join(texts)

@@ -56,6 +56,7 @@ class Report:
     def is_right(self) -> bool:
         """True if something was handed in and nothing is broken."""
         counts = self.counts()
+        # A submission in which nothing was handed in has nothing broken either, and is not right.
         return counts[BROKEN] == 0 and counts[HOLDS] > 0
 
     def counts(self) -> Counter:

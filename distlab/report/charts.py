@@ -109,6 +109,7 @@ def lines(path: Path, panels: Sequence[Panel], *, title: str) -> None:
         panels: pairs of axes, row by row from the left.
         title: text above the panels.
     """
+    # Up to three panels get a page's full height, and more of them must share it.
     is_small = len(panels) > 3
     rows = math.ceil(len(panels) / ABREAST)
     abreast = math.ceil(len(panels) / rows)  # so that the last row is not nearly empty
@@ -127,12 +128,15 @@ def lines(path: Path, panels: Sequence[Panel], *, title: str) -> None:
                 if series.label not in handles:
                     handles[series.label] = line
             _dress(axes, panel)
+            # Panels in one column share a horizontal axis, so only the lowest one names it.
             has_none_below = place + abreast >= len(panels)
             if has_none_below:
                 axes.set_xlabel(panel.x_label)
             begins_row = place % abreast == 0
+            # A panel whose vertical axis is that of its left neighbour need not repeat the name.
             if begins_row or panel.y_label != panels[place - 1].y_label:
                 axes.set_ylabel(panel.y_label)
+        # A single entry would only repeat the title.
         if len(handles) > 1:
             figure.legend(
                 handles.values(),
@@ -150,9 +154,11 @@ def _draw(axes: Axes, series: Series, place: int) -> Any:
         series: numbers to draw.
         place: position of the series' key among all keys of the picture, for colour and marker.
     """
+    # The colours repeat after seven series. Marker and style then tell the series apart.
     colour = LINES[place % len(LINES)]
     is_marked = series.marked or not series.line
     marker = MARKERS[place % len(MARKERS)] if is_marked else "none"
+    # A style without a replacement is used in every round of the colours.
     styles = AGAIN.get(series.line, (series.line or "none",))
     round_of_colours = place // len(LINES)
     (drawn,) = axes.plot(
@@ -188,8 +194,11 @@ def _dress(axes: Axes, panel: Panel) -> None:
     if panel.log_y:
         axes.set_yscale("log")
     else:
+        # matplotlib's own format may put an offset such as +1e3 at the axis, which is easily
+        # overlooked.
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         if panel.from_zero:
+            # A linear axis that does not begin at zero exaggerates differences.
             axes.set_ylim(bottom=0)
     # Cut the axis only where the numbers reach beyond it.
     if panel.y_max is not None and axes.get_ylim()[1] > panel.y_max:
@@ -197,6 +206,7 @@ def _dress(axes: Axes, panel: Panel) -> None:
     if panel.x_ticks:
         places, texts = zip(*panel.x_ticks, strict=True)
         axes.set_xticks(places, texts)
+        # Minor ticks of a logarithmic axis would write numbers between the texts.
         axes.set_xticks([], minor=True)
     for x, text in panel.events:
         axes.axvline(x, color=INK, linewidth=0.8, linestyle=":")
@@ -222,6 +232,7 @@ def overlaid(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> l
     """
     found = []
     for index, (name, (x, y)) in enumerate(curves.items()):
+        # The first line is 3.2 points wide and the last one at least 0.8.
         width = 3.2 - 2.4 * index / len(curves)
         found.append(Series(name, x, y, line="-", width=width))
     return found
@@ -238,6 +249,7 @@ def step_bars(*phases: str) -> Callable[[Records, Path], None]:
         labels = [record.variant for record in records]
         parts = {}
         for phase in phases:
+            # None leaves the part empty, and `≥` then marks the total as incomplete.
             parts[phase] = [record.metrics.get(f"{phase}_p50_ms") for record in records]
         stacked_bars(path, labels, parts, title="Medians of a step", unit="ms")
 
@@ -277,6 +289,7 @@ def stacked_bars(
         ValueError: parts have different numbers of values.
     """
     bars = list(zip(*parts.values(), strict=True))
+    # A bar with a text has no numbers, and so no length.
     numbers = [_numbers_of(bar) for bar in bars]
     longest = max(0.0, *(sum(own) for own in numbers))
     given_totals = totals or [None] * len(labels)
@@ -304,12 +317,15 @@ def stacked_bars(
             for value in known:
                 is_written = value > LEAST_SHARE * longest and len(parts) > 1
                 inside.append(_number(value) if is_written else "")
+            # The text must be readable on the colour of its part.
             ink = "white" if colour in DARK else "black"
             axes.bar_label(drawn, inside, label_type="center", fontsize=7.5, color=ink)
             ends = [end + length for end, length in zip(ends, lengths, strict=True)]
         for row, whisker in enumerate(whiskers):
             if whisker is None or not numbers[row]:
                 continue
+            # The whisker is around the number that is written, which need not be the end of the
+            # bar.
             middle = ends[row] if given_totals[row] is None else given_totals[row]
             low, high = whisker
             # matplotlib takes distances, and refuses negative ones.
@@ -329,6 +345,7 @@ def stacked_bars(
                 style="normal" if numbers[row] else "italic",
             )
         axes.set_yticks(range(len(labels)), labels)
+        # The first label is at the top, so the vertical axis runs downwards.
         axes.set(ylim=(len(labels) - 0.5, -0.5), xlabel=unit)
         axes.margins(x=0.12)
         axes.set_xlim(left=0)
@@ -386,6 +403,7 @@ def _number(value: float) -> str:
     """
     if isinstance(value, int):
         return str(value)
+    # The rounded size decides the decimals, and the value itself is written.
     size = float(f"{abs(value):.3g}")  # rounded, because 9.996 is written as 10.0
     if size >= 100:
         return f"{value:.0f}"
@@ -439,6 +457,7 @@ def timeline(
             if phases is not None:
                 _draw_phases(axes, top, top + pitch - 1.5, phases.get(name, {}))
             _draw_lanes(axes, top, content, labelled)
+            # A faint line separates a strategy from the one above it.
             if top > 0:
                 axes.axhline(top - 1, color=FAINT, linewidth=0.6)
         axes.set_yticks([top + pitch / 2 - 1 for top in tops], list(rows))
@@ -461,6 +480,7 @@ def _draw_phases(axes: Axes, top: int, bottom: float, begins: Mapping[str, float
         begins: name of the phase → ms at which it begins.
     """
     for phase, begin in begins.items():
+        # The line starts above the upper row, where the name of the phase is written.
         axes.plot([begin, begin], [top - 0.6, bottom], color=INK, linewidth=0.8)
         axes.annotate(
             phase,
@@ -491,6 +511,7 @@ def _draw_lanes(
         bars = [(start, stop - start) for start, stop in content.get(lane, ())]
         if not bars:
             continue
+        # A lane that several strategies have is one entry of the legend.
         label = None if lane in labelled else legend
         labelled.add(lane)
         if lane == "host launches":
@@ -514,6 +535,7 @@ def _draw_lanes(
             snap=False,
             label=label,
         )
+    # An empty row would look like a mistake of the picture.
     if not content.get("communication"):
         axes.annotate(
             "no communication",
@@ -542,6 +564,7 @@ def memory_areas(path: Path, memory: Any, *, title: str) -> None:
     times, layers = memory.curves()
     peak_ms, categories = memory.peak()
     peak_bytes = sum(categories.values())
+    # The unit follows the peak, so the numbers have one to four digits.
     unit, unit_bytes = ("GiB", 2**30) if peak_bytes >= 2**30 else ("MiB", 2**20)
     names, heights, colours = [], [], []
     # A category has its colour by its place, also where another one is left out.
@@ -563,6 +586,7 @@ def memory_areas(path: Path, memory: Any, *, title: str) -> None:
             step="post",
             linewidth=0,
         )
+        # A phase ends where the next one begins, so one line for each is enough.
         for name, (start, stop) in memory.phases.items():
             axes.axvline(stop, color=INK, linewidth=0.7, linestyle=":")
             axes.text(
@@ -584,6 +608,7 @@ def memory_areas(path: Path, memory: Any, *, title: str) -> None:
         x_label = "time since the start of the step (ms; stretched by the recording)"
         axes.set(
             xlim=(0, memory.step_ms),
+            # The space above the highest value is left for the names of the phases.
             ylim=(0, 1.2 * highest),
             xlabel=x_label,
             ylabel=f"held ({unit})",

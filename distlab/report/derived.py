@@ -31,10 +31,12 @@ STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182}
 
 def noise_of(metrics: Mapping[str, Any], quantity: str = "step") -> float | None:
     """Return the noise of a row's median of `quantity`, in %. None if it is unknown."""
+    # An experiment that knows its noise better has written it itself.
     if is_number(metrics.get("noise_pct")):
         return metrics["noise_pct"]
     samples = metrics.get(f"{quantity}_samples_ms")
     floor = own_noise_floor(samples) if samples else metrics.get("noise_floor_pct")
+    # The larger of the two figures counts, since each can miss a part of the noise.
     found = [floor] if is_number(floor) else []
     p20, p50, p80 = (metrics.get(f"{quantity}_{p}_ms") for p in ("p20", "p50", "p80"))
     if is_number(p20) and is_number(p50) and is_number(p80) and p50 > 0:
@@ -62,6 +64,7 @@ def row_named(variant: str, records: Records) -> Record | None:
 
 def fastest(records: Records, metric: str) -> Record | None:
     """Return the row with the smallest value of a metric. None if no row has a number there."""
+    # A row that ran out of memory has a text in the place of a number.
     timed = [record for record in records if is_number(record.metrics.get(metric))]
     return min(timed, key=lambda record: record.metrics[metric], default=None)
 
@@ -91,6 +94,7 @@ def ratio_metrics(
             f"{name}_low": measured.low,
             f"{name}_high": measured.high,
         }
+    # Without an interval the ratio alone is kept, and no verdict follows from it.
     mine, other = (each.metrics.get(f"{quantity}_p50_ms") for each in (row, base))
     if not is_number(mine) or not is_number(other) or not other:
         return {}
@@ -102,6 +106,7 @@ def _ratio_of(row: Record, base: Record, quantity: str) -> Measured | None:
     samples = [each.metrics.get(f"{quantity}_samples_ms") or () for each in (row, base)]
     pairs = min(len(each) for each in samples)  # a row that ran out of memory has fewer
     mine, other = (each[:pairs] for each in samples)
+    # The bootstrap needs five pairs or more.
     if pairs >= MIN_PAIRS:
         return paired_ratio(mine, other)
     if pairs in STUDENT_T:
@@ -110,6 +115,7 @@ def _ratio_of(row: Record, base: Record, quantity: str) -> Measured | None:
     if not is_number(mine) or not is_number(other) or not other:
         return None
     ratio = mine / other
+    # A row over itself is 1 without any doubt.
     if row is base:
         return Measured(ratio, ratio, ratio)
     noises = [noise_of(each.metrics, quantity) for each in (row, base)]
@@ -132,6 +138,7 @@ def tie_mark(record: Record, name: str) -> str:
     high = record.metrics.get(f"{name}_high")
     if not is_number(low) or not is_number(high):
         return ""
+    # A row over itself has an interval without width.
     return TIE if low <= 1 <= high and low < high else ""
 
 
@@ -165,6 +172,7 @@ def few_pairs_ratio(a: Sequence[float], b: Sequence[float]) -> Measured:
     """
     logs = [math.log(mine / other) for mine, other in zip(a, b, strict=True)]
     mean = statistics.mean(logs)
+    # The mean of n logarithms varies by stdev/√n, and t widens that for small n.
     reach = STUDENT_T[len(logs)] * statistics.stdev(logs) / math.sqrt(len(logs))
     ratio = statistics.median(a) / statistics.median(b)
     # The ratio of medians may be outside, where one pair is far from the others.
@@ -202,6 +210,7 @@ def clearly_longer(metrics: Mapping[str, Any], clock: str, other: str) -> bool:
     That is p20 of the one above p80 of the other. Of records that hold medians only, the medians
     are compared.
     """
+    # p20 above p80 means that 80 % of the one are longer than 80 % of the other.
     for longer, shorter in (("p20", "p80"), ("p50", "p50")):
         first, second = metrics.get(f"{clock}_{longer}_ms"), metrics.get(f"{other}_{shorter}_ms")
         if is_number(first) and is_number(second):
@@ -214,6 +223,7 @@ def host_bound(record: Record) -> str:
 
     Empty if either was not measured.
     """
+    # Attention has a time for forward and backward together, and other kernels have one time.
     device = "fwd_bwd_device" if "fwd_bwd_device_p50_ms" in record.metrics else "time"
     return " host" if clearly_longer(record.metrics, "host", device) else ""
 
@@ -228,6 +238,7 @@ def waiting(records: Records) -> str:
     if not found:
         return ""
     which = ": " + ", ".join(f"{variant} {share:.0f} %" for variant, share in found.items())
+    # A list of many rows would not fit into a headline.
     if len(found) > 3:
         which = f" in {len(found)} of {len(idle)} rows, up to {max(found.values()):.0f} %"
     return f"; the GPU waits for the host{which} of the step"

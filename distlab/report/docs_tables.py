@@ -52,6 +52,8 @@ def redraw_pages(
             )
             if not check:
                 page.write_text(new, encoding="utf-8")
+        # Pictures cannot be compared bit by bit between versions of matplotlib, so no check draws
+        # them.
         for source, name, target in [] if check else pictures_of(new):
             records = records_of(source, root)
             view_of(records[0].experiment).pictures[name](records, page.parent / target)
@@ -88,6 +90,7 @@ def records_of(source: str, root: Path) -> list[Record]:
         if chosen:
             wanted = chosen.split(";" if ";" in chosen else ",")
             records = [record for record in records if of(record) in wanted]
+            # A misspelt variant would otherwise vanish from the page silently.
             if {of(record) for record in records} != set(wanted):
                 raise ValueError(f"{path}: not all of {chosen} are {what} there")
     return records
@@ -105,6 +108,7 @@ def table_of(source: str, view_of: Callable[[str], View], root: Path) -> str:
     path, *_, only = SOURCE.fullmatch(source).groups()
     records = records_of(source, root)
     view = view_of(records[0].experiment)
+    # Twelve digits name a commit uniquely, and fit into a line.
     commits = dict.fromkeys((record.commit or "unknown")[:12] for record in records)
     headline = for_markdown(view.headline_of(records))
     note = f"{headline} (commit{'s' * (len(commits) > 1)} {', '.join(commits)}, `{path}`)"
@@ -128,6 +132,7 @@ def embed(page: str, kind: str, made: Callable[[str], str]) -> str:
         ValueError: a begin marker without its end.
     """
     marked = re.compile(rf"(<!-- {kind} (\S[^\n]*?) -->\n).*?(<!-- end {kind} -->)", re.DOTALL)
+    # The number of begin markers shows one that the pattern did not match.
     if page.count(f"<!-- {kind} ") != len(marked.findall(page)):
         raise ValueError(f"a '<!-- {kind} … -->' marker has no '<!-- end {kind} -->' after it")
     return marked.sub(lambda match: f"{match[1]}\n{made(match[2])}\n\n{match[3]}", page)
@@ -151,11 +156,13 @@ def definition(path: Path, name: str) -> str:
     """
     text = path.read_text(encoding="utf-8")
     nodes = ast.parse(text).body
+    # Each part of a dotted name is searched within the one before.
     for part in name.split("."):
         found = next((node for node in nodes if getattr(node, "name", None) == part), None)
         if found is None:
             raise ValueError(f"{path.name} defines no {name!r}")
         nodes = getattr(found, "body", [])
+    # The decorators of a function are above its own first line.
     first = min(
         [found.lineno, *(decorator.lineno for decorator in getattr(found, "decorator_list", []))]
     )

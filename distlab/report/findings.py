@@ -18,6 +18,7 @@ MORE_ROUNDS = "more --rounds, or a machine that does nothing else"
 def interval_of(record: Record, name: str) -> Measured | None:
     """Return a ratio of a record with its interval. None if one of the three numbers is missing."""
     ends = [record.metrics.get(f"{name}{end}") for end in ("", "_low", "_high")]
+    # One missing number leaves no interval, and so no claim about it.
     if not all(is_number(each) for each in ends):
         return None
     return Measured(*ends)
@@ -39,6 +40,7 @@ def with_interval(record: Record, name: str, form: str = ".2f") -> str:
     """Return a ratio for a sentence: `1.25 (95 %: 1.20 to 1.30)`."""
     found = interval_of(record, name)
     if found is None:
+        # A ratio without an interval is shown, but marked.
         return f"{record.metrics[name]:{form}} (no interval)"
     return f"{found.ratio:{form}} (95 %: {found.low:{form}} to {found.high:{form}})"
 
@@ -61,5 +63,6 @@ def why_unclear(records: Records, name: str, remedy: str = MORE_ROUNDS) -> str:
         above = interval.high / interval.ratio - 1
         below = 1 - interval.low / interval.ratio
         noise = max(noise, 100 * max(above, below))
+    # Above 10 % a decimal would pretend a precision that noise does not have.
     digits = 1 if noise < 10 else 0
     return f"Noise is up to ± {noise:,.{digits}f} %: try {remedy}."

@@ -39,6 +39,7 @@ def page(
         findings: sentences that answer the question.
         links: description of files → their addresses from the page.
     """
+    # The tables are made once, since the legend of columns and the tables below need them.
     tables = view.tables(records)
     return _template().render(
         title=view.name,
@@ -56,6 +57,7 @@ def page(
         setups=[_setup(machine, group) for machine, group in by_machine(records).items()],
         tables=[
             {
+                # The page also shows each table as Markdown, to be copied into another page.
                 "markdown": render(group, columns, "markdown"),
                 "title": title,
                 "parts": [_table(group, part) for part in _parts(columns)],
@@ -63,6 +65,7 @@ def page(
             for title, group, columns in tables
         ],
         pictures=[
+            # The picture is in the page itself, so that the page can be sent as one file.
             (caption, base64.b64encode(path.read_bytes()).decode())
             for path, caption in pictures.items()
         ],
@@ -77,11 +80,13 @@ def _template() -> Any:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
+        # A misspelt name in the template raises instead of leaving a gap.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    # Text is escaped before it is marked safe: a record may hold HTML.
     environment.filters["code"] = lambda text: Markup(
         re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text)))
     )
@@ -94,6 +99,8 @@ def _parts(columns: Sequence[Column]) -> list[list[Column]]:
     Many columns are split into parts above one another, and each part begins with the columns that
     name the row.
     """
+    # The name of a row takes two columns if another one, such as the shape, comes before the
+    # variant.
     names = 2 if "variant" in (column.key for column in columns[1:2]) else 1
     starts = range(names, max(len(columns), names + 1), MOST_COLUMNS)
     return [[*columns[:names], *columns[start : start + MOST_COLUMNS]] for start in starts]
@@ -110,6 +117,7 @@ def _table(records: Records, columns: Sequence[Column]) -> dict[str, Any]:
         cells = []
         for column in columns:
             value = column.value(record)
+            # Sorting needs the number, because the cell's text has units and separators.
             cells.append((column.text(record), value if is_number(value) else None))
         rows.append(cells)
     return {
@@ -138,6 +146,7 @@ def _setup(machine: str, records: Records) -> dict[str, Any]:
         "versions": ", ".join(
             f"{label} {known[key]}" for label, key in versions.items() if known.get(key)
         ),
+        # Rows of a resumed run may be of several commits.
         "commit": ", ".join(dict.fromkeys(str(record.commit or "unknown") for record in records)),
     }
     commands = filter(None, dict.fromkeys(record.environment.get("command") for record in records))

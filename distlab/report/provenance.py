@@ -29,6 +29,7 @@ def environment(device: torch.device | str) -> dict[str, str | int | None]:
             ``device_count``.
     """
     device = torch.device(device)
+    # Without CUDA in use its versions would claim something that the run did not depend on.
     on_cuda = device.type == "cuda"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
@@ -63,6 +64,7 @@ def command() -> str:
     words = [word for word in sys.orig_argv[1:] if word != "-u"]
     if words[:1] == ["-c"]:  # a worker of a process pool: its command is not the user's
         return "python -c …"
+    # Absolute paths name the user's folders, and records are published.
     words = [
         re.sub(r"(^|=)(/.*)", lambda found: found[1] + _without_folders(found[2], root), w)
         for w in words
@@ -70,6 +72,7 @@ def command() -> str:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     arguments = _of_distlab(words)
     if arguments is not None:
+        # The number of ranks is written out, since the default depends on the machine.
         return shlex.join(["distlab", *arguments, *([f"--nproc={ranks}"] if ranks > 1 else [])])
     starter = ["torchrun", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else ["python"]
     return shlex.join([*starter, *words])
@@ -77,12 +80,14 @@ def command() -> str:
 
 def _of_distlab(words: Sequence[str]) -> list[str] | None:
     """Return the arguments of `distlab` without `--nproc N`. None if another script was started."""
+    # The command may be given as a module, as a script or as the installed name.
     if words[:2] == ["-m", "launch"]:
         given = words[2:]
     elif words and (Path(words[0]).name == "distlab" or words[0].endswith("launch/__main__.py")):
         given = words[1:]
     else:
         return None
+    # Abbreviations stay as they were typed, so the parser must not take them for its own.
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--nproc")
     return own.parse_known_args(given)[1]
@@ -120,6 +125,7 @@ def commit_of(file: str | Path) -> str | None:
     None if no repository tracks the file: then no commit says what is in it.
     """
     path = Path(file).resolve()
+    # Ignored and untracked files are in no commit.
     if git(path.parent, "ls-files", "--error-unmatch", path.name) is None:
         return None
     head = git(path.parent, "rev-parse", "HEAD")
@@ -130,6 +136,7 @@ def commit_of(file: str | Path) -> str | None:
 
 def _is_changed(folder: Path, *left_out: str) -> bool:
     """Return whether a repository has changed tracked files, or untracked ``.py`` files."""
+    # `:(top)` makes the status that of the whole repository, although git runs in one folder.
     paths = (":(top)", *left_out)
     status = git(folder, "status", "--porcelain", "--untracked-files=all", "--", *paths) or ""
     return any(not line.startswith("??") or line.endswith(".py") for line in status.splitlines())
@@ -159,6 +166,7 @@ def git(folder: Path, *arguments: str) -> str | None:
             ["git", "-C", str(folder), *arguments],
             capture_output=True,
             text=True,
+            # The limit keeps a network drive that hangs from stopping a benchmark.
             timeout=20,
             check=True,
         )
@@ -175,6 +183,7 @@ def _triton_version() -> str | None:
 
 
 def _cpu_model() -> str | None:
+    # /proc exists on Linux only. Other systems have the name from the platform module.
     with contextlib.suppress(OSError):
         for line in (
             Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -126,6 +126,7 @@ def from_fields(cls: type, data: Any, source: Any = "file") -> Any:
             f"{str(data)[:80]}"
         )
     for name, kind in kinds.items():
+        # isinstance takes a union as it is, and of `dict[str, Any]` only `dict`.
         if not isinstance(
             data[name], kind if isinstance(kind, UnionType) else typing.get_origin(kind) or kind
         ):
@@ -141,6 +142,7 @@ def write_json(records: Iterable[Record], path: Path) -> None:
     rows = []
     for record in records:
         row = plain(record, "record")
+        # Environment and commit are long and mostly equal, so rows refer to them by number.
         header = {name: row.pop(name) for name in SHARED}
         if header not in headers:
             headers.append(header)
@@ -150,6 +152,7 @@ def write_json(records: Iterable[Record], path: Path) -> None:
 
 def write_checked(path: Path, body: dict[str, Any]) -> None:
     """Write a JSON object, with its checksum, whole or not at all."""
+    # NaN is written as a string, so the checksum is of what the file holds.
     body = _leaves(body, _encoded)
     write_whole(
         path, json.dumps(body | {"digest": digest_of(body)}, indent=1, allow_nan=False) + "\n"
@@ -172,12 +175,14 @@ def read_checked(path: str | Path) -> dict[str, Any]:
         if "\\ud" in text.lower():  # half of a surrogate pair, which no file of results can hold
             json.dumps(body, ensure_ascii=False).encode()
         body = body if isinstance(body, dict) else {}
+        # Old formats have no checksum, so the file's own digest is accepted.
         accepted = digest_of(body) if body.get("format") in OLD_FORMATS else None
         digest = digest_of(body)
         plain_values = _leaves(body, lambda leaf: _SPECIAL.get(leaf, leaf))
     except (ValueError, RecursionError) as error:
         # Broken JSON, broken UTF-8 and deep nesting raise these.
         raise ValueError(f"{path} is truncated or not JSON ({error}): {MEASURE_AGAIN}") from None
+    # The digest is removed from the values before the comparison, because it is not a part of them.
     if plain_values.pop("digest", accepted) != digest:
         raise ValueError(
             f"{path} was altered, or written by another version or program: {MEASURE_AGAIN}"
@@ -201,6 +206,7 @@ def read_json(path: str | Path) -> list[Record]:
         )
     try:
         rows = body["records"]
+        # The oldest format repeats the header in every row.
         if body["format"] != OLD_FORMATS[0]:
             rows = [body["headers"][row.pop("header")] | row for row in rows]
         return [_as_now(from_fields(Record, row)) for row in rows]
@@ -216,6 +222,7 @@ def _as_now(record: Record) -> Record:
     metrics = {_present_name(name): value for name, value in record.metrics.items()}
     for old, new in TURNED.get(experiment, {}).items():
         for kind in ("", "predicted_"):
+            # A ratio and its prediction were turned around together.
             value = metrics.pop(kind + old, None)
             if value is not None:
                 metrics[kind + new] = 1 / value
@@ -245,6 +252,7 @@ def reading(sources: Sequence[str | Path]) -> Iterator[None]:
     except ODD as error:
         names = [str(source) for source in sources]
         if isinstance(error, ValueError):
+            # An error that names a file already is clear enough.
             if any(name in str(error) for name in names):
                 raise
             raise ValueError(f"{', '.join(names)}: {error}") from error
@@ -308,11 +316,13 @@ def plain(value: Any, where: str = "value") -> Any:
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int | float):
+        # Subclasses, such as numpy's floats, become Python's own types.
         return float(value) if isinstance(value, float) else int(value)
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, torch.device | os.PathLike):
         return str(value)
+    # Fields are read one by one, because `asdict` would copy tensors.
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -321,6 +331,7 @@ def plain(value: Any, where: str = "value") -> Any:
         return [plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # numpy scalars, 0-d tensors
         return plain(value.item(), where)
+    # A value that JSON cannot hold must fail when it is written, and not when it is read.
     raise TypeError(
         f"{where} is a {type(value).__name__}, which a record cannot hold: store numbers or text"
     )
@@ -348,4 +359,5 @@ def _flattened(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         for key, item in value.items():
             yield from _flattened(f"{name}.{key}", item)
     else:
+        # A cell of CSV holds one text, so a list is written as JSON.
         yield name, json.dumps(_leaves(value, _encoded)) if isinstance(value, list) else value

@@ -70,8 +70,10 @@ COLOURS = {
     "idle": GREEN,
     "not explained": LIGHT_GREY,
 }
+# Names without a colour of their own take these, in the order of a picture.
 _SPARE = [GREEN, YELLOW, PURPLE, SKY, BLACK]
 
+# The two numbers make every picture 8 inches wide, which fits a page at full size.
 DPI = 150
 WIDTH_PX = 1200
 STYLE = {
@@ -125,6 +127,7 @@ def picture(path: Path, title: str, height_in: float, *, small: bool = False) ->
     import matplotlib
     from matplotlib.figure import Figure
 
+    # The context restores matplotlib's settings, which a notebook may have changed.
     with matplotlib.rc_context(STYLE | (SMALL if small else {})), warnings.catch_warnings():
         # a name may hold characters that no font has
         warnings.filterwarnings("ignore", "Glyph .* missing")
@@ -132,6 +135,8 @@ def picture(path: Path, title: str, height_in: float, *, small: bool = False) ->
         yield figure
         figure.suptitle(textwrap.fill(title, 100), x=0.01, ha="left")
         with atomic_path(path) as temporary:
+            # A version of matplotlib in the file would change its bytes without any change of the
+            # picture.
             figure.savefig(
                 temporary, metadata={"Software": None} if temporary.suffix == ".png" else None
             )
@@ -147,5 +152,6 @@ def horizontal(axes) -> None:
 
 def colour_of(name: str, names: Sequence[str]) -> str:
     """Return the quantity's own colour, or a spare one by its position among names without one."""
+    # The position is counted among names without a colour, so it does not depend on the others.
     others = [other for other in names if other not in COLOURS]
     return COLOURS.get(name) or _SPARE[others.index(name) % len(_SPARE)]

@@ -78,6 +78,8 @@ class Column:
         value: Any = record
         for name in self.key.split("."):
             if isinstance(value, dict):
+                # Environment, options and metrics are dictionaries. Everything else is an attribute
+                # of the record.
                 value = value.get(name)
             else:
                 value = getattr(value, name, None)
@@ -94,6 +96,7 @@ class Column:
         value = self.value(record)
         if value is None:
             return self.missing
+        # A bool is an int to Python, so it must be found before numbers are.
         if isinstance(value, str | bool):
             return str(value)
         if callable(self.format):
@@ -136,6 +139,7 @@ def render(records: Records, columns: Sequence[Column], style: str = "text") -> 
         rows.append([written(_cell(column, record)) for column in columns])
     titles = [written(column.title) for column in columns]
     tablefmt = "pipe" if is_markdown else "simple"
+    # Markdown pipes and terminal columns have the same cells.
     return _tabulate(rows, columns, titles, tablefmt)
 
 
@@ -158,6 +162,7 @@ def render_for_terminal(records: Records, columns: Sequence[Column], width: int 
     for record in records:
         rows.append([_short_cell(column, record) for column in columns])
     titles = [column.title for column in columns]
+    # Broken headings cost lines, so they are used only where the table is too wide.
     if _width(_tabulate(rows, columns, titles)) > width:
         titles = _broken_titles(titles, rows, width)
     # Leave out one column after the other, until the table fits or one column is left.
@@ -224,6 +229,7 @@ def _broken_titles(titles: Sequence[str], rows: Sequence[Sequence[str]], width: 
         return None
 
     widths = [width_of(column, length) for column, length in enumerate(lengths)]
+    # The room is negative where even the narrowest form is too wide.
     room = width - sum(widths) - BETWEEN_COLUMNS * (len(widths) - 1)
     open_columns = list(range(len(titles)))  # columns whose headings may still lose a line
     while open_columns:
@@ -233,6 +239,7 @@ def _broken_titles(titles: Sequence[str], rows: Sequence[Sequence[str]], width: 
         if length is None:
             open_columns.remove(column)
             continue
+        # The column grows only if the heading becomes wider than the cells.
         more = width_of(column, length) - widths[column]
         if more > room:
             open_columns.remove(column)
@@ -289,6 +296,7 @@ def _cell(column: Column, record: Record) -> str:
     try:
         return column.text(record)
     except (TypeError, ValueError) as error:
+        # The message names the place, since the format was written far from the value.
         raise ValueError(f"column {column.key!r} of variant {record.variant!r}: {error}") from error
 
 
@@ -296,6 +304,7 @@ def is_number(value: Any) -> bool:
     """Return whether a metric is a finite number, and not None, a text such as `OOM` or a bool."""
     if isinstance(value, bool):  # Python counts True and False among the integers
         return False
+    # NaN and infinity are results, but nothing can be computed with them.
     return isinstance(value, int | float) and math.isfinite(value)
 
 
@@ -319,6 +328,7 @@ def shared_options(records: Records) -> dict[str, Any]:
     """Return the options that are the same in all records, of which there is at least one."""
     shared = {}
     for name, value in records[0].config.items():
+        # An option that varies is shown in the table, and not above it.
         if all(record.config.get(name) == value for record in records):
             shared[name] = value
     return shared

@@ -30,6 +30,7 @@ def stdout_is_file() -> bool:
 
 def width() -> int:
     """Characters of a line on stdout."""
+    # A line longer than 100 characters is hard to read, also on a wide terminal.
     return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
@@ -38,6 +39,7 @@ def short_table(view: View, records: Records) -> str:
     texts = []
     tables = view.tables(records)
     for part, group, columns in tables:
+        # The name of the row is always shown, although the view need not list it.
         wanted = [c for c in columns if not view.terminal or c.name in ("variant", *view.terminal)]
         columns = [c for c in wanted if not c.is_empty(group)]
         text = render_for_terminal(group[:MOST_ROWS], columns, width())
@@ -76,6 +78,7 @@ def say(
         for finding in view.findings_of(records):
             print(highlighted(finding))
         print(f"report: {page}")
+    # A program that reads the file wants the JSON, and a person does not.
     if line and (quiet or stdout_is_file()):
         print(json_line(view.name, records, page.parent), flush=True)
 
@@ -83,11 +86,13 @@ def say(
 def highlighted(text: str) -> str:
     """Format a finding for a terminal: `WRONG: …` in red, an aside in parentheses in grey."""
     text = _filled(text)
+    # 31 is red and 90 grey, among the codes that every terminal knows.
     colour = 31 if text.startswith("WRONG") else 90 if text.startswith("(") else None
     return f"\033[{colour}m{text}\033[0m" if colour and sys.stdout.isatty() else text
 
 
 def _filled(text: str) -> str:
+    # Long words stay whole, since a path that is broken cannot be copied.
     return textwrap.fill(
         for_terminal(text), width(), break_long_words=False, break_on_hyphens=False
     )

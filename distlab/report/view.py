@@ -118,6 +118,7 @@ class View:
         """
         columns = []
         for column in self.columns:
+            # Optional columns appear with the first record that has a value.
             if not column.optional or not column.is_empty(records):
                 columns.append(column)
         if len(by_machine(records)) > 1:
@@ -127,16 +128,20 @@ class View:
         part = Column(self.parted_by, "part")
         tables = []
         for title, group in grouped(records, part.text).items():
+            # Columns without a value in this part would be empty.
             filled = [column for column in columns if not column.is_empty(group)]
             tables.append((title, group, filled))
         return tables
 
     def derived(self, records: Records) -> Records:
         """Return the records with their noise and what the view derives from several rows."""
+        # Noise comes first, because ratios are derived from it.
         return self.derive(with_noise(records))
 
     def headline_of(self, records: Records) -> str:
         """Return the headlines of all machines, joined by semicolons."""
+        # Each machine has its own headline, since a line about two machines would be wrong for
+        # both.
         headlines = [self.headline(group) for group in by_machine(records).values()]
         return "; ".join(headlines)
 
@@ -187,6 +192,7 @@ def headline_from(template: str, **more: Callable[[Records], Any]) -> Callable[[
     """
 
     def headline(records: Records) -> str:
+        # An option has precedence over a fact of the environment with the same name.
         known = {**records[0].environment, **records[0].config}
         for name, make in more.items():
             known[name] = make(records)
@@ -195,6 +201,7 @@ def headline_from(template: str, **more: Callable[[Records], Any]) -> Callable[[
         except KeyError as missing:
             raise ValueError(
                 f"the headline of {records[0].experiment} names {missing}, which its records do "
+                # The list helps to find the misspelt name in the template.
                 f"not hold; they hold {', '.join(sorted(known))}"
             ) from None
 
@@ -208,6 +215,7 @@ class _Words(string.Formatter):
     """
 
     def format_field(self, value: Any, spec: str) -> str:
+        # A billion and more are shown in billions.
         if spec == "N":
             spec = "B" if value >= 1e9 else "M"
         if spec == "M":
@@ -231,7 +239,9 @@ def write(view: View, records: Records, path: Path) -> Path:
     Raises:
         ValueError: no records, or records of another experiment.
     """
+    # Records of another experiment would be shown under the wrong columns.
     check_records(view, records)
+    # The records are written first: a mistake in a picture must not lose a measurement.
     write_json(records, path / "records.json")
     write_csv(records, path / "records.csv")
     findings = view.findings_of(records)
@@ -256,11 +266,13 @@ def _links(path: Path) -> dict[str, list[str]]:
         found[description] = sorted(path.glob(pattern))
     # A fresh run of the same name has renamed the one before to NAME-old-1, NAME-old-2, …
     before = path.parent.glob(f"{glob.escape(path.name)}-old-*/report.html")
+    # The time of change decides, because NAME-old-10 sorts before NAME-old-2 as text.
     newest = sorted(before, key=os.path.getmtime)[-1:]
     found["the run before this one, of the same name"] = newest
     # A part of a run is two folders deeper: OUT/EXPERIMENT/NAME/parts/PART.
     out = path.parents[3] if path.parent.name == "parts" else path.parents[1]
     found["all runs"] = [out / "index.html"]
+    # A link without a file would lead nowhere.
     links = {}
     for description, files in found.items():
         if files:
@@ -298,6 +310,7 @@ def _draw(view: View, records: Records, path: Path) -> dict[Path, str]:
             stem, ending = Path(name).stem, Path(name).suffix
             caption = stem.replace("_", " ")
             target = path / name
+            # The first machine's picture keeps the plain name, to which documents link.
             if number > 1:
                 target = path / f"{stem}-{number}{ending}"
             if len(machines) > 1:
@@ -305,6 +318,7 @@ def _draw(view: View, records: Records, path: Path) -> dict[Path, str]:
             draw(group, target)
             if target.exists():  # a picture without data is not drawn
                 captions[target] = caption
+    # Other pictures in the folder were drawn by the run itself.
     for other in sorted(path.glob("*.png")):
         if other not in captions:
             captions[other] = other.stem.replace("_", " ")

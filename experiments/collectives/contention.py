@@ -45,6 +45,7 @@ EVERYWHERE: dict[str, Way] = {
     "all-reduce": all_reduces,
     "all-gather": all_gathers,
 }
+# The number of CTAs is that of multiprocessors that a message occupies.
 ON_NCCL: dict[str, Way] = {
     "all-reduce-1-ctas": partial(all_reduces, ctas=1),
     "all-reduce-4-ctas": partial(all_reduces, ctas=4),
@@ -85,6 +86,7 @@ class ContentionOptions(Options):
         Raises:
             ValueError: a way that needs NCCL, on another backend.
         """
+        # On NCCL all ways exist. Without a choice each of them is measured.
         if backend == "nccl":
             return self.ways or tuple(WAYS)
         refused = [way for way in self.ways if way in ON_NCCL]
@@ -139,6 +141,8 @@ def measure_ways(
 
 def elements(megabytes: float, ranks: int) -> int:
     """Return the number of fp32 elements of a message, a multiple of 128 on each rank."""
+    # An all-gather sends equal parts of every rank. 128 elements, 512 bytes, keep each part
+    # aligned.
     num_bytes = int(megabytes * 2**20)
     blocks_per_rank = math.ceil(num_bytes / (4 * 128 * ranks))
     return blocks_per_rank * 128 * ranks
@@ -155,6 +159,7 @@ def checked(context: RankContext, way: str, messages: Messages) -> float:
 
     Leaves values in the tensors that repetitions do not change.
     """
+    # Ranks send 1, 2, 3, … so a rank that is missing changes every result.
     rank_values = torch.arange(1.0, context.world_size + 1, device=context.device)
     if way.startswith("all-gather"):
         # Rank r sends r + 1 everywhere, so its part of the output is known.
@@ -184,6 +189,7 @@ def costs(metrics: dict[str, float], way: str, num_bytes: int, ranks: int) -> di
         num_bytes: bytes of a message.
         ranks: number of ranks.
     """
+    # Copies by copy engines carry the same bytes as the library's collective of the same kind.
     operation = "all_gather" if way.startswith("all-gather") else "all_reduce"
     # Bytes over the busiest link, see `traffic`. Over ms, 1e6 makes them GB/s.
     carried = num_bytes * traffic(operation, ranks)
@@ -201,6 +207,7 @@ def wrong_messages(records: Records) -> list[str]:
     """Return a line for each row of this part whose messages had other values than they should."""
     found = []
     for record in records:
+        # The records of a run also hold rows of the sweep, which have a check of their own.
         if record.experiment != CONTENTION:
             continue
         error = record.metrics["max_abs_error"]

@@ -36,6 +36,7 @@ from distlab.measure import (
 from distlab.report import Panel, Series, grouped, lines, prediction_error, sparse_column
 from distlab.theory.collective_time import fit_collective
 
+# The prefix tells rows of fits from rows of times, which have the name of a collective alone.
 FIT = "fit "
 KIB = 2**10
 MIB = 2**20
@@ -68,6 +69,7 @@ class SweepOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # A line through fewer than two points is not determined.
         if len(self.sizes) < 2:
             raise ValueError(f"sizes={self.sizes}: give two or more positive sizes")
 
@@ -82,6 +84,7 @@ class SweepOptions(Options):
             raise ValueError("one rank alone sends nothing: start two or more with --nproc")
         groups = self.group_sizes
         if not groups:
+            # Groups of 2, 4, 8, … show how a collective scales, and the last has all ranks.
             groups = tuple(size for size in doubling_sizes(world_size) if size > 1)
         if max(groups) > world_size:
             raise ValueError(
@@ -105,6 +108,8 @@ def measure_groups(
     Raises:
         MemoryError: on a CPU, a payload that does not fit. On a GPU such a row says OOM.
     """
+    # On a GPU an allocation that fails raises an error, which makes a row. On a CPU the process is
+    # killed.
     if context.device.type == "cpu":
         _require_memory(max(config.sizes), context)
     for ranks in groups:
@@ -164,8 +169,10 @@ def _row(config: SweepOptions, context: RankContext, operation: str, size: int) 
         repeats=config.repeats,
         budget_s=config.budget_s,
     )
+    # One rank may run out of memory alone. All ranks learn of it and leave together.
     timing = collectives.if_it_fits(timed, context.device, context.group)
     if timing is None:
+        # The word takes the place of the time, so that the table shows it there.
         return {"time_p50_ms": "OOM"}
     times = percentile_metrics("time", timing.samples_ms)
     # `num_bytes` is the payload that was sent: `size` is rounded to whole elements on each rank.
@@ -188,6 +195,7 @@ def _link_ms(carried: float, device: torch.device) -> float | None:
     spec = lookup(torch.cuda.get_device_name(device))
     if spec is None or spec.nvlink_bandwidth is None:
         return None
+    # The datasheet's bandwidth is in bytes per second, and the factor turns seconds into ms.
     return 1e3 * carried / spec.nvlink_bandwidth
 
 
@@ -226,6 +234,7 @@ def with_fits(records: Records) -> list[Record]:
     is kept, but the fit does not use it. A collective that was timed with fewer than two payloads
     gets no fit.
     """
+    # Existing fits are dropped, because they may have been made from fewer rows.
     rows = [record for record in records if not record.variant.startswith(FIT)]
     found = []
     for group in grouped(rows, _collective_and_ranks).values():
@@ -233,6 +242,7 @@ def with_fits(records: Records) -> list[Record]:
         seconds = {}
         for record in group:
             if _is_timed(record):
+                # Time is stored in ms, and the fit takes seconds.
                 seconds[_payload(record)] = record.metrics["time_p50_ms"] / 1e3
         found += group if len(seconds) < 2 else _fitted(group, seconds)
     return found
@@ -255,10 +265,12 @@ def _fitted(group: Records, seconds: dict[int, float]) -> list[Record]:
             metrics = metrics | {"fit_ms": 1e3 * fit.seconds(_payload(record))}
         found.append(replace(record, metrics=metrics))
     first = group[0]
+    # The fit is of all payloads, so it has none of its own.
     config = {name: value for name, value in first.config.items() if name != "num_bytes"}
     metrics = fit.metrics(payloads, measured)
     largest = fit.pieces[-1].bytes_per_s  # bandwidth of the largest payloads
     share = traffic(first.variant, config["world_size"])
+    # The bandwidth of the payload becomes that of the busiest link, as in the other rows.
     metrics["fitted_busbw_gb_per_s"] = largest * share / 1e9
     # A fit is a row of its own, without a payload. Its name keeps it out of `timings`.
     found.append(replace(first, variant=FIT + first.variant, config=config, metrics=metrics))
@@ -298,6 +310,7 @@ def wrong_timings(records: Records) -> list[str]:
 def draw_bandwidth(records: Records, path: Path) -> None:
     """Draw bus bandwidth against the payload, in a panel per number of ranks and backend."""
     rows = [record for record in records if _is_timed(record)]
+    # Backends have different links, so each has a panel of its own.
     panels = []
     for (ranks, backend), group in grouped(rows, _ranks_and_backend).items():
         group.sort(key=_payload)
@@ -307,6 +320,7 @@ def draw_bandwidth(records: Records, path: Path) -> None:
             "payload",
             "bus bandwidth (GB/s)",
             _bandwidth_series(group),
+            # A tick far beyond the last payload would stretch the axis.
             x_ticks=[(size, text) for size, text in TICKS if size <= 2 * largest],
         )
         panels.append(panel)
@@ -329,6 +343,8 @@ def _bandwidth_series(rows: Records) -> list[Series]:
         series.append(Series(name, payloads, bandwidths, line=style, like=like))
     for record in rows:
         if record.variant == "all_reduce" and record.metrics.get("link_ms"):
+            # The peak in GB/s follows from the time at the peak, which is the only thing that
+            # records keep.
             share = traffic("all_reduce", record.config["world_size"])
             peak = _payload(record) * share / record.metrics["link_ms"] / 1e6
             ends = [_payload(rows[0]), _payload(rows[-1])]

@@ -86,12 +86,14 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
         check_shard_size(self.shard_size, self.strategies)
         for layout in map(Layout.parse, self.layouts):
             check_layout(layout, self.compile, self.micro_batches)
+            # A pipeline cuts the batch of all ranks that share the model, not that of one rank.
             if layout.pipeline > 1 and self.batch * layout.ranks % self.micro_batches:
                 raise ValueError(
                     f"--layouts {layout}: {self.batch * layout.ranks} sequences, {self.batch} for "
                     f"each of {layout.ranks} ranks, cannot be split into {self.micro_batches} "
                     "equal parts; pass another --micro-batches"
                 )
+        # A user's model has no known matrices, sequences or stages to share.
         if self.layouts and self.factory is not None:
             raise ValueError(
                 "--layouts: ranks share the lab's Transformer; with --model leave them out"
@@ -130,12 +132,14 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     rows = [Row(variant, refusal=reasons.get(variant.name)) for variant in known]
     rows += [Row(Variant(name, wrapped_by(name))) for name in config.wraps]
     refused = [row for row in rows if row.refusal is not None]
+    # Refused rows are announced now, since the measurement that follows takes minutes.
     for row in refused:
         run.progress(f"{row.name} is left out: {row.refusal}")
     rows = [row for row in rows if row.refusal is None]
     # Before any timing, since a wrapper that hangs would take the whole run with it.
     try_wrappers([row for row in rows if row.name in config.wraps], config, context, run)
     check_rows(rows, config, context, run)
+    # A row whose check failed would fail or hang in the timing as well.
     failed = [row for row in rows if row.verdict.get("verdict") == FAILED]
     rows = [row for row in rows if row not in failed]
 
@@ -159,6 +163,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     on_main(context, run.show)
 
 
+# The four rows are no communication, the simplest strategy, the lab's usual one and torch's.
 QUICK = {
     "strategies": ("local", "naive", "bucketed", "torch-ddp"),
     "rounds": 2,

@@ -43,7 +43,10 @@ def sized(config: DDPBenchConfig, context: RankContext) -> DDPBenchConfig:
         config = replace(config, dtype="fp16")
     free = memory_of_a_rank(context.device, context)
     for size, divisor in CHOICES:
+        # The batch is never 0, also where --batch is smaller than the divisor.
         choice = replace(config, size=size, batch=max(1, config.batch // divisor))
+        # ROOM is left for what the closed form does not count. An unknown amount of memory takes
+        # the first choice.
         if free is None or peak_bytes(choice, context) <= ROOM * free:
             return choice
     return choice
@@ -54,6 +57,7 @@ def peak_bytes(config: DDPBenchConfig, context: RankContext) -> int:
     on_gpu = context.device.type == "cuda"
     peaks = []
     for strategy in config.strategies:
+        # Buckets and copies differ between strategies, and one run must hold the largest.
         plan = config.planned(strategy)
         peaks.append(plan.memory(context.world_size, on_gpu=on_gpu).peak.total)
     return max(peaks)
@@ -62,5 +66,6 @@ def peak_bytes(config: DDPBenchConfig, context: RankContext) -> int:
 def computes_in_bf16(device: torch.device) -> bool:
     """Return whether the device has instructions for bf16; GPUs before Ampere emulate it slowly."""
     if device.type != "cuda":
+        # Runs on a CPU are for correctness, so a slow dtype is allowed there.
         return True
     return torch.cuda.is_bf16_supported(including_emulation=False)

@@ -47,6 +47,7 @@ def draw_step_times(records: Records, path: Path) -> None:
     not close, is one grey part, `not explained`. The number is the median step. A bar may reach
     beyond it, where the trace shows more than was measured without it.
     """
+    # A row without a time has a word in the place of the number.
     timed = [record for record in records if is_number(record.metrics.get("step_p50_ms"))]
     local = local_row(timed)
     parts = {name: [] for name in ("compute", "optimizer", *CAUSES, NOT_EXPLAINED)}
@@ -60,11 +61,13 @@ def draw_step_times(records: Records, path: Path) -> None:
             bar = dict.fromkeys(parts)
         else:
             bar = _step_parts(metrics, local.metrics)
+        # Every row adds one value to each part, so that all parts have a bar for each row.
         for name, values in parts.items():
             values.append(bar[name])
         drawn = local is not None and is_number(metrics["step_p50_ms"])
         whiskers.append((metrics["step_p20_ms"], metrics["step_p80_ms"]) if drawn else None)
         medians.append(metrics["step_p50_ms"] if drawn else None)
+    # Causes that no row has would only lengthen the legend.
     shown = {
         name: values
         for name, values in parts.items()
@@ -77,12 +80,14 @@ def draw_step_times(records: Records, path: Path) -> None:
 
 def _step_parts(metrics: Mapping[str, Any], local: Mapping[str, Any]) -> dict[str, float]:
     """Divide a row's median step into the parts of its bar, in ms."""
+    # The reference for all rows is the compute of `local`, which no communication disturbs.
     compute = local["step_p50_ms"] - local["optimizer_p50_ms"]
     if not metrics.get("overhead_closes"):
         # Each row keeps its own optimizer time, because sharded strategies update only a part.
         optimizer = metrics["optimizer_p50_ms"]
         rest = metrics["step_p50_ms"] - optimizer - compute
         bar = {"compute": compute, "optimizer": optimizer} | dict.fromkeys(CAUSES, 0.0)
+        # Noise can make the rest negative, and a bar cannot start at a negative length.
         return bar | {NOT_EXPLAINED: max(rest, 0.0)}
     # The optimizer's time by the trace: by the clock it includes idle time, which is a cause.
     optimizer = local["optimizer_p50_ms"] + (metrics.get("overhead_optimizer_ms") or 0.0)

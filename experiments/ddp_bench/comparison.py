@@ -36,6 +36,7 @@ CAUSES = {
     "copies": "overhead_copies_ms",
     "idle": "overhead_idle_ms",
 }
+# The optimizer is a part of the overhead that can be negative, so it is not among the causes.
 PARTS = (*CAUSES.values(), "overhead_optimizer_ms")
 
 
@@ -120,6 +121,7 @@ def host_bound(records: Records) -> str:
     """Return a warning if the GPU waits for the host in more than 10 % of `local`'s step."""
     local = local_row(records)
     idle = None if local is None else local.metrics.get("gpu_idle_pct")
+    # A run on a CPU has no such number, and the host is the device there.
     if not is_number(idle) or idle <= IDLE_PCT:
         return ""
     return f"; this run measures the host: the GPU is idle in {idle:.0f} % of local's step"
@@ -137,6 +139,7 @@ headline = headline_from(
 def findings(records: Records) -> list[str]:
     """Return the sentences that follow from the rows."""
     left_out = []
+    # Reasons come first, because they explain why a row is missing below.
     for record in records:
         if record.metrics.get("refusal"):
             left_out.append(f"Left out: {record.metrics['refusal']}.")
@@ -150,6 +153,7 @@ def findings(records: Records) -> list[str]:
 
 def open_rows(records: Records) -> list[str]:
     """Name rows whose overhead the trace does not explain to within 5 % of the step or 1 ms."""
+    # `is False`: rows without a trace have None, and they are not open.
     return [record.variant for record in records if record.metrics.get("overhead_closes") is False]
 
 
@@ -165,6 +169,7 @@ def open_accounts(records: Records) -> list[str]:
         return []
     # The parts cannot add up to a number that is not known better than this.
     noise = max((noise_of(record.metrics) or 0.0) for record in records)
+    # More traced steps help only if the noise is small enough.
     remedy = "more --profile-steps may close it"
     if noise > NOISY_PCT:
         remedy = f"steps differ by up to ± {noise:.0f} % here, so a quiet machine may close it"
@@ -179,10 +184,12 @@ def wrong_rows(records: Records) -> list[str]:
     problems = []
     for record in records:
         verdict = record.metrics.get("verdict")
+        # A verdict may have an addition, such as `right, sent nothing`, so its beginning decides.
         if verdict is not None and not verdict.startswith(RIGHT):
             problems.append(f"{record.variant}: {record.metrics.get('verdict_detail', verdict)}")
     for record in records:
         metrics = record.metrics
+        # None means that there was no prediction to compare with.
         if metrics.get("volume_as_predicted") is False:
             problems.append(
                 f"{record.variant}: sent {metrics['collectives_per_step']} collectives, "
@@ -221,6 +228,7 @@ class Overhead:
     def of(cls, record: Record) -> Optional["Overhead"]:
         """Return the overhead of a row; None if it was not compared with `local`."""
         ratios = [record.metrics.get(f"vs_local{end}") for end in ("", "_low", "_high")]
+        # All three ratios are needed, since the finding is about the interval.
         if not all(is_number(ratio) and ratio > 0 for ratio in ratios):
             return None
         # ratio = step/local, so the share of the step that is not local's is 1 − 1/ratio.
@@ -236,6 +244,7 @@ def what_communication_costs(records: Records) -> list[str]:
     """
     if records and records[0].config.get("world_size") == 1:
         return ["There is one rank, and nothing is communicated: overheads are what wrappers cost."]
+    # Strategies that send after backward cannot hide anything, so they do not answer the question.
     overlapping = [
         r for r in ours(records, "overhead_ms") if not strategy_of(r.variant).after_backward
     ]
@@ -292,6 +301,7 @@ def _doubt(best: Record, overhead: Overhead, records: Records) -> str:
 def _largest_cause(record: Record) -> str:
     """Return the cause of most of a row's overhead. Empty if the trace does not explain it."""
     causes = {text: record.metrics.get(name) for text, name in CAUSES.items()}
+    # A cause that saves time cannot explain why a row is slower.
     causes = {text: ms for text, ms in causes.items() if is_number(ms) and ms > 0}
     # The causes of an open account do not add up to the overhead, so the largest of them may not be
     # the largest part.
@@ -312,6 +322,7 @@ def against_the_peer(records: Records) -> list[str]:
     # The interval contains 1, so neither is faster.
     if verdict_of(best, "vs_torch_ddp") == UNCLEAR:
         return [f"{best.variant}, the fastest of ours, ties with {theirs}: {measured}."]
+    # `measured` is a ratio followed by its interval in brackets.
     ratio, interval = measured.split(" ", 1)
     return [
         f"{best.variant}, the fastest of ours, takes {ratio} times as long as {theirs} {interval}."

@@ -80,11 +80,13 @@ class Row:
 
     def metrics(self, config: DDPBenchConfig, context: RankContext) -> Metrics:
         """Return the numbers of the row that need no other row."""
+        # These rows have words instead of times, and nothing else is known of them.
         if self.refusal is not None:
             return {"step_p50_ms": REFUSED, "refusal": self.refusal}
         if self.verdict.get("verdict") == FAILED:
             return {"step_p50_ms": FAILED, **self.verdict}
         metrics = self.timing.metrics()
+        # Nothing but the memory of the failed attempt is known.
         if self.timing.out_of_memory:
             return metrics
         # `--batch` is per rank, also where ranks share a model: a group of them then takes its
@@ -95,6 +97,7 @@ class Row:
         else:  # the operations and tokens of a user's model are not known
             metrics["examples_per_s"] = 1e3 * batch / metrics["step_p50_ms"]
         metrics |= self.sent
+        # The table needs the columns from the first round on, and traces come last.
         metrics |= {"comm_ms": None, "overlap_pct": None}  # until there is a trace
         metrics["max_abs_param_diff"] = self.difference
         return metrics | self.verdict | self.traced
@@ -109,6 +112,7 @@ def save(rows: Sequence[Row], config: DDPBenchConfig, context: RankContext, run:
         if row.record is not None:
             row.record = run.replace(row.record, metrics)
             continue
+        # A strategy without buckets ignores the option, and its row must not name a size.
         has_buckets = row.timing is not None and row.variant.strategy.has_buckets
         row.record = run.add(
             row.name,
@@ -127,15 +131,20 @@ def check_rows(rows: Sequence[Row], config: DDPBenchConfig, context: RankContext
     parameters are. Under a user's model they are judged as by `distlab check`. A user's wrappers
     have their verdicts already, see `wrapper_trial.py`.
     """
+    # A row that never communicates trains each rank alone, so it differs from one process on
+    # purpose.
     ours = []
     for row in rows:
         if row.variant.strategy.synchronizes and row.name not in config.wraps:
             ours.append(row)
     if config.factory is not None:
+        # One rank has nothing to be compared with, and `--check-steps 0` turns the check off.
         for row in ours if is_checked(config, context) else ():
             run.progress(f"checking {row.name} against one process")
             row.verdict = verdict_on(context, row.variant.strategy, config.task())
         return
+    # The check trains a small model of its own, so its cost does not depend on the model of the
+    # run.
     differences = parameter_differences(
         context, [row.variant for row in ours], config.check_steps, run.progress
     )
@@ -156,6 +165,7 @@ def verdict_on(context: RankContext, strategy: Strategy, task: Task) -> dict[str
         Empty where there is not enough memory for the comparison.
     """
     try:
+        # Some check may not fit next to what is allocated. All ranks learn of it together.
         found = collectives.if_it_fits(
             lambda: check(context, task, strategy, micro_batches=1), context.device, context.group
         )
@@ -165,6 +175,7 @@ def verdict_on(context: RankContext, strategy: Strategy, task: Task) -> dict[str
         return {}
     if found.right:
         return {"verdict": RIGHT}
+    # A tensor may have several findings, and it is counted once.
     wrong = len({finding.tensor for finding in found.findings})
     signatures = ", ".join(dict.fromkeys(finding.signature for finding in found.findings))
     detail = f"{wrong} of {found.tensors} tensors differ from one process ({signatures})"
@@ -181,11 +192,13 @@ def time_rows(rows: Sequence[Row], config: DDPBenchConfig, context: RankContext,
 
     def count(variant: Variant, trial: Trial) -> None:
         row = by_name[variant.name]
+        # `time_rounds` calls this after each block of timed steps.
         if row.sent is None:
             # Every step sends the same, so one count, in the first round, is enough.
             row.sent = sent(config, context, variant, trial.record_collectives())
 
     def end_round(timings: Mapping[str, Timing]) -> None:
+        # If some rows fit, those that do not are shown as OOM.
         if all(timing.out_of_memory for timing in timings.values()):
             raise MemoryError(
                 f"{config.factory or config.size} with batch {config.batch} in {config.dtype} does "
@@ -195,6 +208,7 @@ def time_rows(rows: Sequence[Row], config: DDPBenchConfig, context: RankContext,
         for row in rows:
             row.timing = timings[row.name]
         save(rows, config, context, run)
+        # A row that ran out of memory has no samples, so the largest number is that of the others.
         samples = max(len(timing.phases["step"]) for timing in timings.values())
         how_to_continue(f"{samples} steps of each row, and not explained: {', '.join(by_name)}")
 
@@ -218,12 +232,14 @@ def sent(
     counted = {"collectives_per_step": recorder.count, "comm_bytes_per_step": recorder.total_bytes}
     if config.factory is not None or variant.name in config.wraps:  # no closed form
         should_send = variant.strategy.synchronizes and context.world_size > 1
+        # None, and not False, keeps the column empty for rows that did send.
         return counted | {"sent_nothing": (recorder.count == 0 and should_send) or None}
     layout = variant.layout
     model = config.model()
     # Stages of a pipeline and shards of a head send different amounts. Only rank 0 is recorded.
     part = rank_parts(model, layout, config.checkpointing, variant.micro_batches)[0]
     shard_size = variant.shard_size
+    # Without --shard-size the mesh takes the ranks of a host as a group.
     if variant.strategy.takes_mesh:
         shard_size = hybrid_mesh(context.group, shard_size).size(1)
     # Bytes must agree exactly. The closed form knows nothing of the implementation.
@@ -244,6 +260,7 @@ def sent(
         pipeline=layout.pipeline,
         keeps=part.keeps,
     )
+    # This strategy or layout has no closed form.
     if expected is None:
         return counted | {
             "predicted_collectives_per_step": None,
@@ -282,6 +299,7 @@ def explain_rows(
         return
     begin = time.monotonic()
     steps = config.profile_steps
+    # On a CPU one step varies too much to be taken alone.
     if context.device.type == "cpu":
         steps = max(steps, TRACED_ON_CPU)
     left = [row for row in rows if row.is_timed]
@@ -291,6 +309,8 @@ def explain_rows(
     picture = StepPicture()
     local = None  # account of the step without communication
 
+    # Explaining may take as long as measuring did, and at least 20 s: short runs would explain
+    # nothing.
     def has_time() -> bool:
         return time.monotonic() - begin < max(took_s, EXPLAINED_S)
 
@@ -300,6 +320,7 @@ def explain_rows(
             row = left[0]
             how_to_continue(f"not explained: {_names(left)}")
             run.progress(f"explaining {row.name}")
+            # The file has the rank in its name, because all ranks of a host write into one folder.
             path = run.path / f"trace_{row.name}_rank{context.rank}.json.gz"
             # Collective: every rank traces the step. Each writes and reads its own trace, and the
             # run's rows are those of rank 0.
@@ -323,11 +344,13 @@ def explain_rows(
                     # trace, and the step is the untraced one.
                     busy_ms = seen.step_ms - seen.idle_ms
                     row.traced["gpu_idle_pct"] = 100 * max(0.0, 1 - busy_ms / step_ms)
+                # Without a trace of `local` there is nothing that the row could be compared with.
                 if local is not None:
                     row.traced |= explain(seen, local)
                 label = f"{row.name}\n{step_ms:.0f} ms, traced {seen.step_ms:.0f}"
                 picture.lanes[label] = lanes(events, window)
                 picture.phases[label] = phase_starts(events, window)
+                # Each row is saved at once, since the next trace may fail or be stopped.
                 save([row], config, context, run)
             else:
                 run.notice(f"not explained: {row.name}, for whose trace no memory is left")

@@ -128,6 +128,7 @@ def memory_limit(config: DDPBenchConfig, ranks: int) -> int | None:
     free = free_bytes("cpu")
     if free is None:
         return None
+    # The ranks share the host's memory in equal parts.
     return (free - max(RESERVE_BYTES, free // 10)) // ranks
 
 
@@ -144,6 +145,7 @@ def try_on_rank(
     # Only now, with the output redirected: this imports the user's module, which may print or fail.
     strategy = wrapped_by(name)
     try:
+        # `blamed` adds the wrapper's name to an error, so that the message says whose code failed.
         with blamed(name, "the training step", "under"):
             # First the steps as they will be timed, then the comparison with one process.
             messages = collectives.if_it_fits(
@@ -158,13 +160,16 @@ def try_on_rank(
         if config.factory is not None:
             task = config.task()
         else:
+            # A model of two layers has every kind of parameter, and its check takes seconds.
             task = small(num_layers=2, d_model=64, d_ff=128, vocab_size=256)
         verdict = verdict_on(context, strategy, task)
+    # SystemExit is not an Exception: a wrapper that calls sys.exit would otherwise end silently.
     except SystemExit as end:
         _tell(f"ended the process of rank {context.rank} (sys.exit({end.code!r}))")
         raise
     except Exception as error:
         traceback.print_exc()
+        # The error of the user's code is the cause of the one that `blamed` raises.
         first = error.__cause__ or error
         # A rank that waited in vain is not the one that failed, and must not be named.
         if not isinstance(error, TimeoutError) and not is_lost_peer(first):
@@ -172,6 +177,7 @@ def try_on_rank(
             said = str(error).removeprefix(f"under {name}: ")
             _tell(f"raised on rank {context.rank}: {said}")
         raise
+    # The verdict alone does not show whether the wrapper communicated.
     if messages == 0 and "verdict" in verdict:
         verdict["verdict"] += ", sent nothing"
     return verdict
@@ -206,6 +212,7 @@ def what_happened(failed: RanksFailed, written: str, ranks: int, timeout_s: floa
     rank, text = next(iter(failed.failures.items()))
     if failed.kind == TOO_LARGE:
         return f"{failed.cause.removeprefix('the process ')} on rank {rank}"
+    # Lines without this beginning are what the wrapper printed itself.
     told = [line.removeprefix(TOLD) for line in written.splitlines() if line.startswith(TOLD)]
     if told:
         rank_said = re.search(r"rank \d+", told[0])[0]
@@ -234,6 +241,7 @@ def _users_line(stack: str) -> str:
     # the user's.
     for file, line in re.findall(r'File "([^"]+)", line (\d+)', stack):
         path = Path(file)
+        # Paths of torch, of the lab and of Python itself are not the user's.
         if path.is_file() and not any(map(path.is_relative_to, NOT_THE_USERS)):
             return f", which was at {path.name}:{line}"
     return ""

@@ -111,13 +111,16 @@ class RooflineConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # A chain is given by its steps, and `only` names rows of the table.
         if self.only and self.chain:
             raise ValueError("--only and --chain: give one of them")
         if self.yours is not None:
             check_name(self.yours, "--yours")
+            # A user's kernel claims to be one operation, so the row must be named.
             if len(self.only) != 1:
                 raise ValueError(f"--yours {self.yours}: name its operation, --only rms_norm")
         names = (
+            # Names are the same at small sizes, and those are quick to list.
             {case.name for case in table.cases(True) + list(map(chain_case, CHAINS))}
             if self.only
             else set()
@@ -155,6 +158,8 @@ class RooflineConfig(Options):
             for chain in ([self.chain] if self.chain else CHAINS)
         ]
         return [
+            # Only the first dimension shrinks: rows keep their length, which decides how a kernel
+            # works.
             dataclasses.replace(
                 case, shape=(max(1, case.shape[0] // divisor), *case.shape[1:]), yours=yours
             )
@@ -191,6 +196,7 @@ PRESETS = {
 def measure(config: RooflineConfig, context: RankContext, run: Run) -> None:
     """Add a row per operation, direction and variant, and then compare ours with all others."""
     device = context.device.type
+    # Ceilings are measured in this process, because clocks differ from run to run.
     limits = ceilings(device, config.repeat_ms)
     for case, direction in [(each, way) for each in config.cases() for way in each.directions]:
         known = {"label": case.label, "direction": direction}
@@ -203,6 +209,8 @@ def measure(config: RooflineConfig, context: RankContext, run: Run) -> None:
         if case.chain:
             shown["chain"] = list(case.chain)
         for variant, metrics in Row(case, direction, missing, config, device).measure().items():
+            # Rates are derived now, so that each row is compared with the ceilings of its own
+            # process.
             metrics |= _rates(case, direction, metrics, limits)
             run.add(
                 variant,
@@ -214,6 +222,7 @@ def measure(config: RooflineConfig, context: RankContext, run: Run) -> None:
             # The graphs of the next row have a pool of their own, and cannot use blocks cached
             # outside of it.
             torch.cuda.empty_cache()
+    # The parts are made anew from all rows, also those of an earlier run of this name.
     compared = compare(run.records)
     run.part(COMPARISON.name).records[:] = beside_peers(compared)
     run.part(TRAFFIC.name).records[:] = accounts(compared)
@@ -234,6 +243,7 @@ class Row:
     ):
         self.case, self.direction, self.config, self.device = case, direction, config, device
         self.inputs = case.inputs(device)
+        # The shape of the result is needed before any variant runs.
         result = first(case.operation.main(*[t.detach() for t in self.inputs]))
         # One upstream gradient for all variants, so that their gradients can be compared with those
         # of `exact`.
@@ -244,6 +254,8 @@ class Row:
 
     def measure(self) -> dict[str, dict[str, Any]]:
         """Check and time all variants. Return variant → metrics."""
+        # Only these forms use Dynamo, whose caches would otherwise count towards its limit of
+        # recompilations.
         if not {"compile", "template", "max-autotune", "torchao"}.isdisjoint(self.found):
             # Reset once, and not between variants: captured graphs launch kernels that earlier
             # variants compiled.
@@ -273,6 +285,7 @@ class Row:
             self.device,
             [metrics.get("peak_alloc_bytes", 0) for metrics in self.found.values()],
         )
+        # On a CPU there are no graphs, so nothing is held.
         together = device == "cpu" or fits(sum(held))
         kept: dict[str, Prepared] = {}
         counts: dict[str, int] = {}
@@ -310,6 +323,8 @@ class Row:
     def _add(self, variant: str, work: Callable[[], dict[str, Any]]) -> None:
         """Add what `work` measures. A peer that fails or is missing has a `status` that says so."""
         metrics = attempt(work).items()
+        # A status of ok must not overwrite WRONG, which an earlier check of the same variant has
+        # set.
         self.found[variant] |= {
             name: value for name, value in metrics if (name, value) != ("status", "ok")
         }
@@ -321,6 +336,7 @@ class Row:
 
     def _check(self, variant: str, expected: list[Tensor] | None) -> dict[str, Any]:
         """Return error, memory and launches of one variant, which runs alone on the device."""
+        # Inputs are copied, since an operation may work in place.
         function, fresh = build(self.case, variant), with_gradients(self.inputs)
         # After the inputs were copied and the form was built, so that the difference is that of the
         # call.
@@ -331,6 +347,7 @@ class Row:
         # Inputs, results and temporaries of this call, without memory that was in use before.
         if before is not None:
             metrics["peak_alloc_bytes"] = (
+                # The inputs are part of what a call needs, although they existed before it.
                 memory.peak_alloc_bytes - before + sum(t.nbytes for t in fresh)
             )
             del fresh, results
@@ -355,6 +372,8 @@ class Row:
 
     def _is_right(self, error: float | None) -> bool:
         """Return whether an error is within the tolerance. An unknown one is."""
+        # An operation may have a tolerance of its own: fp8 rounds more than any dtype of the
+        # inputs.
         allowed = self.case.operation.tolerance or TOLERANCE[self.case.dtype]
         return error is None or error <= allowed
 
@@ -365,6 +384,7 @@ class Row:
         """
         others = []
         for tensor in self.inputs:
+            # Flipping keeps the distribution of the values. Integer inputs stay as they are.
             others.append(tensor.flip(0) if tensor.is_floating_point() else tensor)
         try:
             expected = exact(self.case, others, self.direction, self.upstream)
@@ -384,8 +404,10 @@ def exact(
     if operation.random or operation.stateful:
         return None
     function, dtype = operation.plain, operation.exact_dtype
+    # Integer inputs such as class indices have no wider dtype.
     wide = with_gradients([t.to(dtype) if t.is_floating_point() else t for t in inputs])
     if direction == "fwd":
+        # The wide inputs require gradients, which a forward alone does not need.
         with torch.no_grad():
             return [first(function(*wide))]
     out = first(function(*wide))
@@ -409,6 +431,7 @@ def worst_error(results: Any, expected: list[Tensor] | None) -> float | None:
     """Return the largest difference of any result, over the largest value of that result."""
     if expected is None:
         return None
+    # A form may return one tensor or several.
     results = results if isinstance(results, tuple | list) else [results]
     return max(
         # 1e-30 keeps a result of zeros from dividing by zero.
@@ -421,6 +444,7 @@ def _rates(
     case: Case, direction: str, metrics: dict[str, Any], limits: dict[str, float]
 ) -> dict[str, Any]:
     """Return bandwidth and arithmetic rate of a row, and their shares of the ceilings."""
+    # A variant that failed has no time.
     if "time_p50_ms" not in metrics:
         return {}
     operation = case.operation
@@ -435,6 +459,7 @@ def _rates(
     }
     rates["of_copy_pct"] = None
     rates["of_cublas_pct"] = None
+    # The roof over an operation is the one that bounds it, so only that share is shown.
     if operation.compute_bound:
         rates["of_cublas_pct"] = 100 * rates["tflop_per_s"] / limits["cublas_tflop_per_s"]
     else:

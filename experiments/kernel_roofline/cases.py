@@ -229,12 +229,14 @@ class Case:
         yours = self.yours
         if yours is not None and operation.adapt_yours is not None:
             yours = operation.adapt_yours(yours)
+        # A copy is returned, because rows with and without a user's kernel share the operation.
         return dataclasses.replace(operation, yours=yours)
 
     def sized(self, small: bool) -> "Case":
         """Return this row, or the row of the smoke test."""
         if not small:
             return self
+        # fp32 has no rounding to the input's dtype, so the smoke test can use tight tolerances.
         return dataclasses.replace(self, shape=self.tiny, dtype="float32")
 
     def inputs(self, device: str) -> list[Tensor]:
@@ -322,6 +324,8 @@ class Operation:
     @property
     def plain(self) -> Function | None:
         """The form for torch.compile and for float64: the naive one, or else torch's own."""
+        # A stateful operation changes its own tensors, and a second form would start from other
+        # values.
         if self.stateful:
             return None
         return self.naive or self.builtin
@@ -333,6 +337,7 @@ class Operation:
 
     def has(self, variant: str) -> bool:
         """Return whether a variant has a row."""
+        # These forms are made from the naive one, so they exist wherever that does.
         if variant == "compile":
             return self.plain is not None
         if variant == "template":
@@ -347,6 +352,7 @@ class Operation:
             return self.forward_cost
         if direction == "bwd":
             return self.backward_cost
+        # Each direction reads and writes its own tensors, so the bytes add up.
         return self.forward_cost + self.backward_cost
 
 
@@ -362,6 +368,7 @@ class Normal:
         """Return the input. The generator is None on the meta device."""
         # Drawn in fp32 and then rounded, so that all dtypes have the same values but for rounding.
         values = torch.randn(self.shape, generator=generator, device=device).to(dtype)
+        # The usual case costs no additional kernel.
         if self.mean == 0.0 and self.deviation == 1.0:
             return values
         return self.mean + self.deviation * values
@@ -392,6 +399,7 @@ def add(shape: Shape, dtype: torch.dtype) -> Operation:
         inputs=[Normal(shape), Normal(shape)],
         ours=kernels.elementwise.add,
         naive=reference.add,
+        # torch's own addition is the naive form, so there is no builtin row.
         forward_cost=kernels.elementwise.add_cost(shape, dtype),
     )
 
@@ -431,6 +439,7 @@ def add_gelu(shape: Shape, dtype: torch.dtype) -> Operation:
         ours=ours,
         naive=naive,
         builtin=builtin,
+        # The least work is that of one fused kernel, which reads x and y and writes the result.
         forward_cost=kernels.elementwise.add_cost(shape, dtype),
         traffic_factor={"fwd": 5 / 3},  # the sum is also written, and read again
     )
@@ -515,6 +524,7 @@ def weighted_sum(shape: Shape, dtype: torch.dtype) -> Operation:
 
     width = shape[-1]
     return Operation(
+        # Weights are near 1, as in a trained model. Zeros would hide a wrong sum.
         inputs=[Normal(shape), Normal((width,), mean=1.0, deviation=0.1)],
         ours=kernels.weighted_sum.weighted_sum,
         naive=reference.weighted_sum,
@@ -558,6 +568,7 @@ def layer_norm_one_dtype(shape: Shape, dtype: torch.dtype) -> Operation:
         normalized = centred * torch.rsqrt(variance + 1e-5)
         return torch.addcmul(bias, normalized, weight)
 
+    # Liger is left out, since its row would be the same as in layer_norm.
     return dataclasses.replace(layer_norm(shape, dtype), naive=naive, liger=None)
 
 
@@ -572,6 +583,7 @@ def subtract_mean(shape: Shape, dtype: torch.dtype) -> Operation:
         return x - x.mean(-1, keepdim=True)
 
     return Operation(
+        # A mean of 1 makes a kernel visible that forgets to subtract it.
         inputs=[Normal(shape, mean=1.0)],
         naive=naive,
         builtin=builtin,
@@ -740,8 +752,10 @@ def rope(shape: Shape, dtype: torch.dtype) -> Operation:
         # of timed, and each makes them, so that all counts are equal.
         if device.type == "meta" or device not in tables:
             positions = torch.arange(length, device=device)[:, None]
+            # Frequencies fall from 1 to 10⁻⁴, as with the usual base of 10,000.
             angles = positions * torch.logspace(0, -4, width // 2, device=device)
             cosines = torch.cat([angles.cos()] * 2, -1)
+            # The first half of the sines is negated, as the kernel expects them.
             sines = torch.cat([-angles.sin(), angles.sin()], -1)
             tables[device] = cosines, sines
         return tables[device]
@@ -799,6 +813,7 @@ def matmul(shape: Shape, dtype: torch.dtype) -> Operation:
     m, k, n = shape
     return Operation(
         inputs=[Normal((m, k)), Normal((k, n))],
+        # There is no naive form, because a matmul is one operator of torch.
         ours=kernels.matmul.matmul,
         builtin=torch.matmul,
         forward_cost=kernels.matmul.cost(shape, dtype),
@@ -903,6 +918,7 @@ def float8_linear(shape: Shape, dtype: torch.dtype) -> Operation:
         return _torchao_linear()(x, weight)
 
     return Operation(
+        # 0.02 is a usual deviation of initial weights.
         inputs=[Normal((rows, width)), Normal((features, width), deviation=0.02)],
         ours=kernels.float8_linear.float8_linear,
         builtin=F.linear,
@@ -927,6 +943,7 @@ def linear_gelu_dropout(shape: Shape, dtype: torch.dtype) -> Operation:
     def naive(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         product = x @ weight.T
         hidden = reference.gelu(product + bias)
+        # The naive form draws its own mask, so its results are random as well.
         kept = torch.rand_like(hidden) >= 0.1
         return hidden * kept / 0.9
 
@@ -935,6 +952,8 @@ def linear_gelu_dropout(shape: Shape, dtype: torch.dtype) -> Operation:
         return F.dropout(hidden, 0.1)
 
     def cost(backward: bool) -> Cost:
+        # The part after the matmul reads its result and writes another one, which a fused kernel
+        # avoids.
         after = kernels.dropout.cost((rows, features), dtype, gelu=True, backward=backward)
         return kernels.matmul.cost(shape, dtype, backward=backward) + after
 
@@ -960,6 +979,7 @@ def cross_entropy(shape: Shape, dtype: torch.dtype) -> Operation:
     rows, vocabulary = shape
 
     def builtin(logits: Tensor, targets: Tensor) -> Tensor:
+        # Losses in bf16 would lose digits, so torch's users widen the logits first.
         return F.cross_entropy(logits.float(), targets)
 
     return Operation(
@@ -995,6 +1015,7 @@ def linear_cross_entropy(shape: Shape, dtype: torch.dtype) -> Operation:
         cce=cut_cross_entropy,
         # Ours computes the gradients in the forward pass, so the first cost is that of both.
         forward_cost=kernels.linear_cross_entropy.cost(shape, dtype),
+        # A cost of zero adds nothing where the two directions are summed.
         backward_cost=Cost(0, 0),
         compute_bound=True,
         # In float64 the logits of the full size do not fit.
@@ -1016,6 +1037,8 @@ def liger(name: str, *arguments: Any) -> Function:
     def run(*inputs: Tensor) -> Any:
         from liger_kernel.transformers import functional
 
+        # The function is looked up in the call, so that a version of Liger without it is a row that
+        # says so.
         function = getattr(functional, f"liger_{name}")
         return first(function(*inputs, *arguments))
 
@@ -1031,6 +1054,7 @@ def _torchao_linear() -> Function:
     layer = convert_to_float8_training(torch.nn.Linear(1, 1, bias=False))
 
     def linear(x: Tensor, weight: Tensor) -> Tensor:
+        # `functional_call` puts the case's own weight into the layer, so that it gets a gradient.
         return torch.func.functional_call(layer, {"weight": weight}, x)
 
     return torch.compile(linear)
@@ -1074,6 +1098,7 @@ def is_installed(variant: str) -> bool:
 
 def with_gradients(inputs: list[Tensor]) -> list[Tensor]:
     """Return copies of the inputs. Those of floating point require gradients."""
+    # A peer may write into its inputs, so each one gets copies.
     return [t.detach().clone().requires_grad_(t.is_floating_point()) for t in inputs]
 
 
@@ -1108,6 +1133,7 @@ def runner(
         return forward
     if direction == "both":
         return forward_and_backward
+    # The forward runs once here, outside of the timed function.
     out = first(function(*inputs))
     if not out.requires_grad:
         raise ValueError(NO_BACKWARD)
@@ -1122,6 +1148,7 @@ def runner(
 def upstream_of(out: Tensor, direction: str) -> Tensor:
     """Return the gradient of a result: random, or ones as `loss.backward()` passes."""
     if direction == "both":
+        # Losses are timed in both directions, and the gradient of a loss itself is 1.
         return torch.ones_like(out)
     generator = torch.Generator(out.device).manual_seed(1)
     return torch.randn(out.shape, generator=generator, device=out.device).to(out.dtype)

@@ -37,6 +37,7 @@ from .cases import Case, Function, Normal, Operation, Shape
 from .prediction import naive_bytes
 from .tables import headline
 
+# A power of two rounds nothing, in any dtype.
 SCALE = 0.125  # factor of the step `scale`
 
 
@@ -63,6 +64,7 @@ def _plain(takes: str, one: Function) -> Step:
     """Return a step whose naive form is its operator between two casts."""
 
     def naive(x: Tensor, *operands: Tensor) -> Tensor:
+        # All operands are widened, since an operator of mixed dtypes would widen them itself.
         wide_operands = [reference.wide(operand) for operand in operands]
         return one(reference.wide(x), *wide_operands).to(x.dtype)
 
@@ -79,6 +81,7 @@ def _plus_one(x: Tensor) -> Tensor:
 
 def _normalize(x: Tensor) -> Tensor:
     row_sums = x.sum(-1, keepdim=True)
+    # The sum of a row is a number per row, which is broadcast back over it.
     return x / row_sums
 
 
@@ -135,6 +138,7 @@ def applied(chain: Chain, naive: bool) -> Function:
     """
 
     def run(x: Tensor, *operands: Tensor) -> Tensor:
+        # Operands come in the order of the steps that take them.
         used = 0
         for name in chain:
             step = STEPS[name]
@@ -159,6 +163,7 @@ def in_one_kernel(chain: Chain) -> Function | None:
     kind = rows[0]
     form = ("add", "exp", "plus_one", kind, "scale", "bias", "silu")
     in_the_kernels_order = [name for name in form if name in chain]
+    # The kernel applies its steps in one fixed order, so another order is not its form.
     if list(chain) != in_the_kernels_order:
         return None
 
@@ -166,6 +171,7 @@ def in_one_kernel(chain: Chain) -> Function | None:
         # Imported here, because importing them decides how kernels run.
         from kernels._dispatch import runs_triton
 
+        # Without a GPU and an interpreter, the naive form keeps the row's results comparable.
         if not runs_triton(x):
             return applied(chain, naive=True)(x, *operands)
         from .chain_kernel import launch
@@ -213,6 +219,7 @@ def chain_graph(chain: Sequence[str], shape: Sequence[int], itemsize: int) -> Gr
         for position, kind in enumerate(step.takes):
             operand = f"{name}{number}.{position}"
             operands.append(operand)
+            # A vector is read once by each row, but its bytes count once: it stays in the cache.
             sizes[operand] = (count if kind == "x" else width) * itemsize
         sizes[after] = count * itemsize
         pattern = step.pattern
@@ -227,6 +234,7 @@ def chain_graph(chain: Sequence[str], shape: Sequence[int], itemsize: int) -> Gr
                     writes=(sums,),
                     flops=count,
                     pattern=ROWS,
+                    # 4 bytes per element: the row is held in fp32.
                     row_bytes=4 * width,
                 )
             )
@@ -268,6 +276,7 @@ def chain_operation(chain: Chain, shape: Shape, dtype: torch.dtype) -> Operation
             if kind == "x":
                 inputs.append(Normal(shape))
             else:
+                # Weights are near 1, as norms have them.
                 inputs.append(Normal((width,), mean=1.0, deviation=0.1))
     return Operation(
         inputs=inputs,
@@ -299,6 +308,7 @@ def accounting(
     """
     graph = chain_graph(case.chain, case.shape, getattr(torch, case.dtype).itemsize)
     steps = _step_rows(graph, limits)
+    # Operators one by one run one after the other, so their times add up.
     one_by_one_ms = sum(metrics["predicted_time_p50_ms"] for _, metrics in steps)
     return steps + _form_rows(case, graph, one_by_one_ms, rows, limits)
 
@@ -343,6 +353,7 @@ def _form_rows(
 
     A form that was not measured has no row, except the chain one by one.
     """
+    # A chain without a naive form has no traffic of one.
     widened = naive_bytes(case, "fwd") or {}
     # Each operation of the naive form at the rate of its kind of traffic. bytes / (GB/s) / 1e6 =
     # ms.
@@ -363,11 +374,13 @@ def _form_rows(
         "compile": fused_ms,
         "ours": fused_ms,
     }
+    # Every form pays for at least one launch, which the bandwidth does not include.
     predicted_ms = {
         variant: ms + limits["empty_kernel_ms"] for variant, ms in without_launch_ms.items()
     }
     found: dict[str, dict[str, Any]] = {}
     for variant, label in FORMS.items():
+        # The chain one by one has a prediction in any case, also where it was not timed.
         if variant not in rows and variant != "builtin":
             continue
         measured = rows[variant].metrics if variant in rows else {}
@@ -378,6 +391,7 @@ def _form_rows(
         }
         if variant in ("compile", "ours"):
             for baseline in ("builtin", "naive"):
+                # The interval of the ratio is kept as well, because a verdict needs both ends.
                 for end in ("", "_low", "_high"):
                     metrics[f"over_{baseline}{end}"] = measured.get(f"over_{baseline}{end}")
                 ratio = predicted_ms[variant] / predicted_ms[baseline]
@@ -391,6 +405,7 @@ def _form_rows(
 
 def accounts(records: Sequence[Record]) -> list[Record]:
     """Return the traffic tables of the chains among the rows of a run, or of several."""
+    # A run may also have rows of single operations.
     of_chains = [record for record in records if record.config.get("chain")]
     found = []
     for mine in grouped(of_chains, _label).values():
@@ -423,6 +438,7 @@ def _label(record: Record) -> str:
 def advice(records: Sequence[Record]) -> list[str]:
     """Return the advisor's fusion of each chain, and whether the measurement shows that it pays."""
     lines = []
+    # A chain may have rows of several shapes, and each shape has a label of its own.
     for label, rows in grouped(records, _label).items():
         first = rows[0]
         itemsize = getattr(torch, first.config["dtype"]).itemsize
@@ -451,6 +467,7 @@ def _verdict(rows: Sequence[Record]) -> str:
     forms = {record.variant: record for record in rows}
     ours = forms.get(FORMS["ours"])
     inductor = forms.get(FORMS["compile"])
+    # Inductor is the alternative to a kernel of one's own, so without its time there is no verdict.
     if inductor is None or not inductor.metrics.get("time_p50_ms"):
         return ""
     if ours is None:

@@ -56,6 +56,7 @@ def prepare(make: Callable[[], Callable[[], Any]], device: str, capture: bool = 
         device: `cuda` or `cpu`.
         capture: False to time the calls themselves.
     """
+    # A CPU has no graphs, and calls are timed as they are.
     if device != "cuda":
         return Prepared(make(), False, None)
     stream = torch.cuda.Stream()
@@ -70,6 +71,7 @@ def prepare(make: Callable[[], Callable[[], Any]], device: str, capture: bool = 
     torch.cuda.synchronize()
     if not capture:
         return Prepared(run, False, None)
+    # The run is kept, because a graph reads the memory of the tensors that the run holds.
     return Prepared(clock.capture(run, stream=stream).replay, True, run)
 
 
@@ -93,11 +95,13 @@ def device_ms(call: Callable[[], Any], count: int, device: str) -> float:
         timer.start()
         call()
         timer.mark("call")
+    # The median ignores single calls that other work on the machine disturbs.
     return statistics.median(step["step"] for step in timer.steps())
 
 
 def calls_within(ms: float, call: Callable[[], Any], device: str) -> int:
     """Return the number of calls that take about `ms`, at least one."""
+    # Three calls give an estimate, which decides only how many are timed.
     return max(1, int(ms / device_ms(call, 3, device)))
 
 

@@ -24,6 +24,7 @@ def naive_bytes(case: Case, direction: str) -> Counter[str] | None:
     # The naive form of a stateful operation moves other tensors than its inputs.
     if operation.naive is None or operation.stateful:
         return None
+    # Tensors on the meta device have shapes and no data, so nothing is computed.
     inputs = with_gradients(case.inputs("meta"))
     log, found = TrafficLog(), Counter()
     # The forward of a row that times only the backward is not part of it.
@@ -47,6 +48,7 @@ def predicted(case: Case, direction: str, limits: dict[str, float]) -> dict[str,
         limits: `<kind>_gb_per_s` of each of KINDS and `empty_kernel_ms`, measured.
     """
     operation = case.operation
+    # A matmul is bound by arithmetic, so its bytes predict nothing.
     traffic = None if operation.compute_bound else naive_bytes(case, direction)
     if traffic is None:
         return {}

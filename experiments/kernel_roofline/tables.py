@@ -44,6 +44,7 @@ NAMED_BELOW = 0.75  # the plot names points below this fraction of what the ceil
 
 def by_row(records: Sequence[Record]) -> dict[tuple[str, str], dict[str, Record]]:
     """Return (operation and shape, direction) → variant → record."""
+    # A row is what is compared with each other: one operation, one shape and one direction.
     rows: dict[tuple[str, str], dict[str, Record]] = {}
     for record in records:
         rows.setdefault(operation_of(record), {})[record.variant] = record
@@ -59,6 +60,7 @@ def headline(records: Sequence[Record]) -> str:
     """Return the device and its measured ceilings, for the line above a table."""
     env = records[0].environment
     where = f"{env.get('device_name', 'CPU')}, torch {env.get('torch', '?')}"
+    # A record of an older version may have no ceilings.
     if not any("copy_gb_per_s" in r.metrics for r in records):
         return where
     copy = _ceilings_of_all_processes(records, "copy_gb_per_s")
@@ -91,11 +93,14 @@ def is_right(record: Record) -> bool:
 
 def compare(records: Sequence[Record]) -> list[Record]:
     """Return the rows, right ones with ratios to the fastest peer, the naive form and torch's."""
+    # Wrong variants take no part: a kernel that skips work would be the fastest.
     groups = by_row([record for record in records if is_right(record)])
     found = []
     for record in records:
         if is_right(record):
             rows = list(groups[operation_of(record)].values())
+            # The fastest on the device need not be the fastest in a loop, where the host may
+            # decide.
             peer = fastest_peer(rows, "time")
             peer_wall = fastest_peer(rows, "wall")
             naive = row_named("naive", rows)
@@ -106,6 +111,7 @@ def compare(records: Sequence[Record]) -> list[Record]:
                 | ratio_metrics("over_naive", record, naive, "time")
                 | ratio_metrics("over_builtin", record, builtin, "time")
             )
+            # Only a user's kernel is compared with ours. For ours the ratio would be 1.
             if record.variant == "yours":
                 ours = row_named("ours", rows)
                 record = record.with_metrics(ratio_metrics("over_ours", record, ours, "time"))
@@ -120,6 +126,7 @@ def verdicts(records: Sequence[Record]) -> list[str]:
         _against_peers(records, "On the device", "over_peer", "time"),
         _against_peers(records, "Called in a loop", "over_peer_wall", "wall"),
     ):
+        # A run without peers has no such line.
         if line:
             lines.append(line)
     return yours(records) + lines + _predictions(records)
@@ -168,6 +175,7 @@ def _against_peers(records: Sequence[Record], how: str, ratio: str, clock: str) 
         found[verdict].append(ours)
         if verdict == SLOWER:
             measured = with_interval(ours, ratio)
+            # A row that the host bounds is marked, since a faster kernel would not help it.
             names.append(
                 f"{' '.join(row)} ({peer.variant}, ours / it {measured}{host_bound(ours)})"
             )
@@ -203,6 +211,7 @@ def _predictions(records: Sequence[Record]) -> list[str]:
         high = 100 * (predicted / measured.low - 1) if measured.low > 0 else math.inf
         if low >= -CLOSE_PCT and high <= CLOSE_PCT:
             close += 1
+        # The whole interval is outside, so noise cannot be the reason.
         elif low > CLOSE_PCT or high < -CLOSE_PCT:
             far += 1
         else:
@@ -226,6 +235,7 @@ def beside_peers(records: Sequence[Record]) -> list[Record]:
     """
     found = []
     for rows in by_row(records).values():
+        # The table is about our kernels, and an operation without one has no row in it.
         if "ours" not in rows:
             continue
         ours = rows["ours"]
@@ -259,6 +269,7 @@ def _tie(record: Record) -> str:
         return tie_mark(record, "over_peer")
     ratio = record.metrics["over_peer"]
     noise = (record.metrics.get("noise_pct") or 0.0) / 100
+    # Two rows tie if 1 is within the noise of ours.
     return TIE if ratio * (1 - noise) <= 1 <= ratio * (1 + noise) else ""
 
 
@@ -317,6 +328,7 @@ def plot_roofline(records: Sequence[Record], path: Path) -> None:
 
     Points far below the ceilings are named.
     """
+    # A row that was not timed, or that counts no FLOPs, has no place in the plot.
     mine = [
         r
         for r in records
@@ -337,6 +349,8 @@ def plot_roofline(records: Sequence[Record], path: Path) -> None:
 
     with picture(path, title, 4.5) as figure:
         axes = figure.add_subplot()
+        # At the knee both ceilings meet. GB/s times FLOPs per byte is GFLOP/s, hence the factor
+        # 1,000.
         knee = 1000 * peak / bandwidth
         intensities = sorted([0.05, knee, max(2 * knee, 20000.0)])
         axes.plot(

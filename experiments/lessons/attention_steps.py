@@ -49,6 +49,7 @@ from experiments.lessons._lesson_attention import (
 )
 from kernels._dispatch import check_runs
 
+# With 64 queries a warpgroup of 128 threads can use wgmma, whose smallest tile has 64 rows.
 FULL = Tile(64, 64)
 
 
@@ -128,6 +129,7 @@ def calls_of(
     if name in steps:
         return _calls_of_step(steps[name], tensors)
     if name == COMPILED:
+        # The forward is that of the last step, so only the backward of this row differs from it.
         last_step = [*steps.values()][-1]
         return _calls_of_compiled(last_step, tensors)
     q, k, v, do = tensors
@@ -135,6 +137,7 @@ def calls_of(
     o = attention(q, k, v)
     return {
         "fwd": partial(attention, q, k, v),
+        # The graph is kept, because the same backward is called again in every round.
         "bwd": partial(torch.autograd.grad, o, (q, k, v), do, retain_graph=True),
     }
 
@@ -190,6 +193,7 @@ def measure(config: AttentionStepsConfig, context: RankContext, run: Run) -> Non
 
     Variants of one head dim and length are timed in the same rounds.
     """
+    # An interpreter that is missing should be reported before the first row.
     check_runs(context.device)
     for head_dim in config.head_dims:
         for length in config.lengths:
@@ -233,6 +237,7 @@ def _measure_shape(
     for name, metrics in found.items():
         if "fwd_p50_ms" in metrics:
             metrics |= rates(metrics, shape)
+        # The page shows the steps as a sequence, and the other rows apart from it.
         kind = "steps" if name in steps else "others"
         run.add(name, metrics, head_dim=head_dim, length=length, kind=kind)
 
@@ -256,6 +261,7 @@ def ready(
 ) -> Metrics:
     """Put the calls of a variant into `calls` once they have run, and return its errors."""
     made = calls_of(name, shape, tensors, steps)
+    # An error here leaves the variant out of `calls`, so it is not timed.
     metrics = check(made, shape, tensors)
     calls[name] = made
     return metrics
@@ -267,6 +273,7 @@ def once(calls: Calls, repeats: int, device: torch.device) -> dict[str, list[flo
     warmup = 1 if device.type == "cuda" else 0
     fwd_ms = clock.measure(calls["fwd"], warmup=warmup, repeats=repeats, device=device)
     bwd_ms = clock.measure(calls["bwd"], warmup=warmup, repeats=repeats, device=device)
+    # The two passes are timed apart, so their sum stands for a call of both.
     both_ms = [fwd + bwd for fwd, bwd in zip(fwd_ms, bwd_ms, strict=True)]
     return {"fwd": fwd_ms, "bwd": bwd_ms, "fwd_bwd": both_ms}
 
@@ -278,6 +285,7 @@ def gains(found: dict[str, Metrics], steps: Sequence[Step], length: int) -> None
     computed, is the matmuls of the tiles visited before over those visited now.
     """
     for before, now in pairwise(steps):
+        # Only these two options change what is computed. All others change how.
         computes_less = (now.skip, now.fused) != (before.skip, before.fused)
         for way in PASSES:
             old_ms = found[before.name].get(f"{way}_samples_ms")
@@ -307,6 +315,7 @@ def draw(records: Records, path: Path) -> None:
 
     Rows that take several times longer stay in the table.
     """
+    # The formula's bar would be so long that the steps could not be told apart.
     records = [r for r in records if r.variant != NAIVE]
     several_widths = len({r.config["head_dim"] for r in records}) > 1
     several_lengths = len({r.config["length"] for r in records}) > 1

@@ -74,6 +74,7 @@ def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
     for trial in config.trials():
         names = {}  # (mode, warm-up) → name of the row
         for mode, warmup in itertools.product(modes, config.warmups):
+            # With one warm-up the name would repeat it in every row.
             of_warmup = f"warm-up {warmup}" if len(config.warmups) > 1 else ""
             named = filter(None, [config.label(trial), mode, of_warmup])
             names[mode, warmup] = ", ".join(named)
@@ -90,6 +91,7 @@ def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
         checked = collectives.gather_objects(checked, context.group)[0]
         for (mode, warmup), metrics in rows.items():
             metrics |= {name: checked.get(name) for name in ("loss_rel_error", "grad_rel_error")}
+            # A row that is invalid already keeps its reason.
             if metrics["status"] == "ok":
                 metrics["status"] = verdict(checked, trial)
             metrics["predicted_peak_bytes"] = predicted_peak(trial, context, mode)
@@ -116,6 +118,7 @@ def take_apart(config: BenchmarkConfig, trial: TrialConfig, context: RankContext
     reported, and has no rows.
     """
     label = config.label(trial)
+    # A label is empty if only one combination is measured.
     name = label or trial.factory or trial.size
     slug = re.sub("[^A-Za-z0-9_.]+", "-", name)
     parts = {}  # what is done → what does it: view → rows
@@ -127,6 +130,7 @@ def take_apart(config: BenchmarkConfig, trial: TrialConfig, context: RankContext
         parts["listing what is saved for backward by"] = partial(saved, context, trial)
     for what, part in parts.items():
         run.progress(f"{what} {name}")
+        # One part that fails must not end the others.
         found = attempt(part)
         status = found.pop("status")
         if status != "ok":
@@ -143,6 +147,7 @@ def draw_steps(records: Records, path: Path) -> None:
 
     Whiskers are p20 and p80 of the whole.
     """
+    # Modes are nested, so the fullest of them has all phases.
     fullest = max((record.config["mode"] for record in records), key=MODES.index)
     records = [record for record in records if record.config["mode"] == fullest]
     rows = [record.metrics for record in records]

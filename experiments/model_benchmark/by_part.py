@@ -43,6 +43,7 @@ from experiments._traffic import TrafficLog
 
 from .trials import Rows, headline, label_of, ms_column, prefix
 
+# The prefix tells the model's ranges from those of phases in the same trace.
 INSIDE, REST = "distlab:in ", "loss and rest"
 # Part → pattern of its ranges. The first match decides. A user's own model keeps its names, with a
 # star for every number.
@@ -166,6 +167,7 @@ class Rates:
             operator: operator as it was counted.
             kind: kind of traffic, one of `measure.memory_traffic.KINDS`.
         """
+        # Only fused attention and norms have rates of their own for the backward.
         backward = " backward" if operator.phase == "backward" else ""
         arithmetic = f"attention{backward}" if operator.is_attention else "matmul"
         if operator.name.startswith(TORCHS_NORMS):
@@ -188,13 +190,17 @@ def rates(trial: Trial) -> Rates | None:
         # Compiles and allocates, and is not timed.
         call()
         if on_gpu:
+            # `busy_ms` asks the profiler, which leaves out the time between kernels.
             return busy_ms(call)[0] / 1e3
         return statistics.median(clock.measure(call, warmup=1, repeats=3, device=device)) / 1e3
 
     def both(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[float, float]:
         """Return seconds of forward and of backward."""
+        # Inputs are copied without history, so that no graph reaches back to an earlier call.
         leaves = [each.detach().requires_grad_() for each in inputs]
         forward = seconds(partial(function, *leaves))
+        # Ones have the output's shape and dtype, which is all that the time of a backward depends
+        # on.
         upstream = torch.ones_like(function(*leaves))
 
         def step() -> Any:
@@ -260,6 +266,7 @@ def counted_parts(
     ms, flops = Counter(), Counter()
     for operator, (kind, range_name) in zip(log.items, log.places, strict=True):
         where = operator.phase, part_of(range_name)
+        # FLOPs are counted in any case. Without rates there is no prediction in ms.
         ms[where] += 0.0 if device is None else 1e3 * device.seconds(operator, kind)
         flops[where] += operator.flops
     return ms, flops, by_phase
@@ -269,12 +276,14 @@ def part_rows(measured: tuple[Counter, Counter], predicted: Counter, flops: Coun
     """Return a row for each part, those with the most time first."""
     ms, kernels = measured
     rows = []
+    # The parts of the measured step decide the rows, and a predicted part without kernels has none.
     for part in dict.fromkeys(part for _, part in ms):
         part_ms = sum(ms[phase, part] for phase in PHASES)
         predicted_ms = sum(predicted[phase, part] for phase in PHASES)
         part_flops = sum(flops[phase, part] for phase in PHASES)
         metrics = {
             "part_ms": part_ms,
+            # None instead of 0 leaves the column empty for a step without a prediction.
             "predicted_part_ms": predicted_ms or None,
             "kernels": sum(kernels[phase, part] for phase in PHASES),
         }
@@ -309,6 +318,7 @@ def part_findings(records: Records) -> list[str]:
 def draw_parts(records: Records, path: Path) -> None:
     """Draw the time by part of every combination, measured above predicted."""
     labels = list(dict.fromkeys(map(label_of, records)))
+    # A metric that no record has would only draw empty bars.
     known = [
         metric
         for metric in ("part_ms", "predicted_part_ms")

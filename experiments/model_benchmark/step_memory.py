@@ -56,13 +56,17 @@ def memory(context: RankContext, config: TrialConfig, folder: Path, slug: str) -
                 # After a first call, which allocates what stays: compiled code, workspaces,
                 # optimizer state.
                 timeline = over_time(trial, mode)
+            # The allocator's history exists on a GPU only, and that of a whole step says most.
             if device.type == "cuda" and mode == "step":
                 history = memory_timeline.allocator_history(folder / f"memory_{slug}.pickle")
+                # All ranks must step, because a step communicates. Only one writes the file.
                 with history if context.is_main else nullcontext():
                     trial(mode)
+        # Other ranks have no timeline and no rows.
         if timeline is None:
             continue
         if mode == "inference":
+            # The mode has only a forward, so other phases of the trace are left out.
             timeline = replace(timeline, phases={"forward": timeline.phases["forward"]})
         where = described([asdict(config) | config.facts(context)], environment(device))
         ending = "_forward" if mode == "inference" else ""
@@ -80,6 +84,7 @@ def memory(context: RankContext, config: TrialConfig, folder: Path, slug: str) -
             "scope": scope,
             "predicted_timeline_peak_bytes": predicted_peak(config, context, mode),
         }
+        # Eight blocks show the pattern, and more would make the table long.
         for block in timeline.largest(8):
             metrics = {
                 "block_bytes": block.bytes,
@@ -101,6 +106,7 @@ def over_time(trial: Trial, mode: str) -> memory_timeline.MemoryTimeline | None:
     # The steady state: nothing of the call before is held, neither gradients nor its loss.
     trial.model.zero_grad(set_to_none=True)
     trial.optimizer.zero_grad(set_to_none=True)
+    # The loss keeps its whole graph alive.
     trial.last_loss = None
     if not trial.context.is_main:
         return trial(mode)  # None
@@ -137,6 +143,7 @@ def predicted_peak(config: TrialConfig, context: RankContext, mode: str) -> int 
         # AdamW makes its state in its first step, which these modes never take.
         moments = [moment for phase, moment in expected.moments if phase != "optimizer step"]
         return max(moment.total - moment.optimizer_state for moment in moments)
+    # Inference has no step, so its temporaries come from a closed form of their own.
     model = config.model()
     precision = precision_of(config.dtype, casts_parameters=False)
     shape = ModelShape.of(model)
@@ -162,6 +169,7 @@ def memory_findings(records: Records) -> list[str]:
         }
         parts = [f"{name} {size / 2**20:,.1f}" for name, size in held.items() if size]
         count, predicted = m["peak_alloc_bytes"], m["predicted_timeline_peak_bytes"]
+        # A CPU has no allocator that counts.
         allocator = f", by the allocator's count {count / 2**20:,.1f}" if count else ""
         said = f", predicted {predicted / 2**20:,.1f}" if predicted else ""
         lines.append(
@@ -215,10 +223,12 @@ def saved(context: RankContext, trial: TrialConfig) -> dict[str, Rows]:
         if form == "ours" and context.device.type == "cuda":
             config = replace(config, attention="flash")
         found = attempt(partial(_saved_in_block, context, config, how))
+        # One form that fails leaves the others their rows.
         if found["status"] != "ok":
             rows.append((f"{form}, all", found))
             continue
         blocks = found["saved"]
+        # A block in the middle stands for all: the first and the last have other neighbours.
         name = f"blocks.{config.model().num_layers // 2}"
         kept, total = blocks[name], sum(tensor.bytes for tensor in blocks[name])
         whole = {
@@ -231,6 +241,7 @@ def saved(context: RankContext, trial: TrialConfig) -> dict[str, Rows]:
             "predicted_saved_block_bytes": predicted_saved(config, fused=form != "eager"),
         }
         rows.append((f"{form}, all", whole))
+        # Five tensors are most of what a block saves.
         for rank, tensor in enumerate(kept[:5], 1):
             metrics = {
                 "status": "ok",
@@ -267,6 +278,7 @@ def predicted_saved(config: TrialConfig, *, fused: bool) -> int | None:
 
     A fused SwiGLU computes silu(w1 x) again.
     """
+    # Recomputed blocks save their input alone, which this closed form does not describe.
     if config.checkpointing != "none":
         return None
     model = config.model()

@@ -22,6 +22,7 @@ from .by_part import PART_VIEW, counted_parts, measured_parts, part_rows, rates,
 from .trials import Rows, TrialConfig, headline, label_of, ms_column, opened, prefix
 
 KERNELS, WORK = "model_kernels", "model_work"
+# The first steps compile and fill caches. Three traced ones show how much a step varies.
 UNTIMED_STEPS, TRACED_STEPS = 3, 3
 
 
@@ -36,6 +37,7 @@ def profile(context: RankContext, config: TrialConfig, folder: Path, slug: str) 
             plain("step")
             counted = counted_parts(plain, rates(plain))
     timer = PhaseTimer(context.device)
+    # The compiled trial is opened after the eager one is closed, since both may not fit.
     with opened(context, config) as trial:
         for _ in timer.each(MIN_SAMPLES + 2, UNTIMED_STEPS):  # the same steps without the profiler
             trial("step", timer.mark)
@@ -52,6 +54,7 @@ def profile(context: RankContext, config: TrialConfig, folder: Path, slug: str) 
             with trace_ranges(trial):
                 by_part = traced(f"parts_{slug}", 1)
     rows = {}
+    # Only rank 0 counted, so only rank 0 has rows.
     if counted is not None:
         predicted, matmuls, flops = counted
         training, inference = summarise(training_events), summarise(inference_events)
@@ -68,6 +71,7 @@ def profile(context: RankContext, config: TrialConfig, folder: Path, slug: str) 
         }
         if by_part is not None:
             rows[PART_VIEW.name] = part_rows(measured_parts(by_part), predicted, matmuls)
+    # All ranks return the rows of rank 0, so that their records stay equal.
     return collectives.gather_objects(rows, context.group)[0]
 
 
@@ -81,9 +85,11 @@ def _traced(
         with phases.step():
             trial(mode, phases.mark)
 
+    # Every rank makes the same number of steps, because their collectives must match.
     if not context.is_main:
         for _ in range(1 + steps):  # the profiler's own warm-up is a step too
             step()
+        # The traced rank joins this barrier at its end, see `finish` below.
         dist.barrier(context.group)
         return []
     path = folder / f"{name}_rank0.json.gz"
@@ -103,6 +109,7 @@ def _kernel_rows(profiles: Mapping[str, Profile]) -> Rows:
     """Return a row for each of the 8 kernels with the most time in each phase."""
     rows = []
     for phase, profile in profiles.items():
+        # Eight kernels take most of the time of a phase, and the trace has all of them.
         for kernel in profile.top(phase, 8):
             metrics = {
                 "phase": phase,
@@ -129,6 +136,7 @@ def short_name(kernel: str) -> str:
     if "elementwise_kernel" in name:  # what it computes is in its arguments
         name = name.replace("binary_internal::", "")
     else:
+        # Template arguments may be hundreds of characters, and say little to a reader.
         name = name.split("<")[0].split("(")[0]
     return name if len(name) <= 64 else name[:63] + "…"
 
@@ -146,6 +154,7 @@ def _work_rows(
         "profiler_kernel_ms": training.kernel_ms,
         "timer_step_ms": timer_ms,
         "timer_noise_pct": timer_noise_pct,
+        # A profiler that slows the step would spoil what its trace says.
         "profiler_error_pct": 100 * (training.step_ms / timer_ms - 1),
     }
     for phase, profile in profiles.items():
@@ -180,6 +189,7 @@ def draw_work(records: Records, path: Path) -> None:
     """
     bars = dict.fromkeys((r.config["label"], r.metrics["phase"]) for r in records)
     if len({label for label, _ in bars}) > 1:
+        # A picture holds two bars for each of many combinations, and not more.
         bars = dict.fromkeys(bar for bar in bars if bar[1] in ("forward", "backward"))
     known = {}  # (label, phase, kind of work) → metrics
     for record in records:

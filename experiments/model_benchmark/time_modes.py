@@ -61,6 +61,7 @@ def timed(
         # One trial for all modes, so that it is built and compiled once.
         with opened(context, trial) as ready:
             for mode in modes:
+                # The mode was planned not to fit, and has its status already.
                 if mode in found:
                     continue
                 label = f"{config.label(trial) or trial.factory or trial.size}: {mode}"
@@ -80,7 +81,9 @@ def timed(
     failure = {} if len(found) == len(modes) else agreed(every_mode, context)
     rows = {}
     for mode, warmup in itertools.product(modes, config.warmups):
+        # A mode without a result was not reached.
         result = found.get(mode, failure)
+        # A mode that failed as a whole has one status for all of its warm-ups.
         measured = result.get("rows", result["status"])
         rows[mode, warmup] = {"status": measured} if isinstance(measured, str) else measured[warmup]
     return rows
@@ -96,6 +99,7 @@ def agreed(measure: Callable[[], Metrics], context: RankContext) -> Metrics:
     found = attempt(measure)
     failed = [
         status
+        # Every rank asks for the statuses, also one that failed.
         for status in collectives.gather_objects(found["status"], context.group)
         if status != "ok"
     ]
@@ -152,6 +156,7 @@ def time_mode(
 
     with ExitStack() as stack:
         memory = stack.enter_context(peak_memory(context.device))
+        # NVTX ranges cost time even without Nsight, so they are an option.
         if config.nvtx:
             stack.enter_context(torch.cuda.nvtx.range(mode))
             stack.enter_context(named_ranges(trial.model, emitter("nvtx"), trial.optimizer))
@@ -161,11 +166,13 @@ def time_mode(
         first = agreed(partial(call, 1), context)
         if first["status"] != "ok":
             return first["status"]
+        # One call was made above, so it is missing here.
         wall_ms = first["wall_ms"] + call(max(config.warmups) + config.repeats - 1)["wall_ms"]
     samples = timer.steps()
     slowest = partial(slowest_rank, group=context.group, device=context.device)
     # A step lasts until its slowest rank is done.
     phases = {name: slowest([sample[name] for sample in samples]) for name in samples[0]}
+    # A CPU has no count of allocated memory, and its 0 becomes None below.
     peak = slowest([memory.peak_alloc_bytes or 0])[0]
     # After the timing, since the profiler slows the host.
     busy = busy_ms(partial(trial, mode))[0] if context.device.type == "cuda" else None
@@ -181,6 +188,7 @@ def time_mode(
     }
     for row in rows.values():
         if busy is not None:
+            # Times of the profiler and of the timer can differ, so the share is never negative.
             row["gpu_idle_pct"] = 100 * max(0.0, 1 - busy / row["step_p50_ms"])
         if compiled is not None:
             row.update(compiled.metrics())
@@ -197,6 +205,7 @@ def _metrics(
     kept = {name: times[warmup : warmup + repeats] for name, times in phases.items()}
     step = kept["step"]
     found = {"status": "ok", "first_ms": step[0]}
+    # ddof=1 is the standard deviation of a sample.
     found |= {"step_mean_ms": float(np.mean(step)), "step_std_ms": float(np.std(step, ddof=1))}
     found |= percentile_metrics("step", step)
     for phase in PHASES:
@@ -204,6 +213,7 @@ def _metrics(
     found["step_samples_ms"] = step
     p50 = found["step_p50_ms"]
     examples_per_s = trial.options.batch * trial.context.world_size / (p50 / 1e3)
+    # The sizes of a user's model are not known, so its FLOPs cannot be counted.
     if trial.options.factory is not None:
         found["examples_per_s"] = examples_per_s
         return found

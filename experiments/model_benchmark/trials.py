@@ -40,6 +40,7 @@ SWEPT = (
 )
 
 
+# The two classes would otherwise repeat help, limits and choices of 15 options.
 def _swept(name: str) -> tuple[str, Any, Any]:
     """Return a trial's option as one that takes several values: name, type and field."""
     one = next(each for each in declared_options(TrialConfig) if each.name == name)
@@ -54,6 +55,7 @@ def _swept(name: str) -> tuple[str, Any, Any]:
     return name, tuple[get_type_hints(TrialConfig)[name], ...], swept
 
 
+# The class is made at run time, because its fields follow from those of `TrialConfig`.
 Swept = make_dataclass("Swept", map(_swept, SWEPT), bases=(Options,), frozen=True)
 
 
@@ -86,6 +88,8 @@ class BenchmarkConfig(OwnModel, Swept):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Building the trials checks their values, so a wrong one is reported before the first is
+        # timed.
         self.trials()
         if self.factory is not None and self.saved:
             raise ValueError(
@@ -104,6 +108,7 @@ class BenchmarkConfig(OwnModel, Swept):
     def trials(self) -> list[TrialConfig]:
         """Return all combinations. Modes and warm-ups share a trial."""
         trials = []
+        # The last option varies fastest, so rows of one size are next to each other.
         for choice in itertools.product(*(getattr(self, name) for name in SWEPT)):
             trials.append(
                 TrialConfig(
@@ -162,6 +167,7 @@ def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[
             trial("forward_backward")
             losses.append(trial.last_loss.item())
             gradients.append([parameter.grad for parameter in trial.module.parameters()])
+    # fp16 scales the loss, and so its gradients, which must be divided again.
     return relative_errors(
         *losses, *gradients, LossScaler().scale if config.dtype == "fp16" else 1.0
     )
@@ -172,6 +178,7 @@ def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[
 
 def described(configs: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> str:
     """Return a line with the settings that several trials share, from their records."""
+    # What differs between the trials is in the names of the rows.
     shared = {k: v for k, v in configs[0].items() if all(config.get(k) == v for config in configs)}
     count = (
         f" ({shared['num_parameters'] / 1e6:,.1f} M parameters)"

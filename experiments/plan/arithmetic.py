@@ -51,6 +51,7 @@ GPUS = {
     "H200": hardware.H200_SXM,
     "B200": hardware.B200,
 }
+# A config names fp32 by None, which has no number of bytes.
 DTYPES = {name: dtype or torch.float32 for name, dtype in model_config.DTYPES.items()}
 
 # Kernel → function from shape and dtype to its least work.
@@ -109,6 +110,7 @@ class Specifications(Calculation):
         """Return the table of all GPUs."""
         rows = []
         for spec in GPUS.values():
+            # Not every datasheet gives the L2's bandwidth.
             l2_bandwidth = spec.l2_bandwidth
             row = {
                 "GPU": spec.name,
@@ -198,6 +200,7 @@ class BlockAdvice(Calculation):
             self.d_ff,
             self.heads,
             DTYPES[self.dtype].itemsize,
+            # Under autocast operators also read and write casts of the weights.
             autocast=self.dtype != "fp32",
         )
         plan = fusion.advise(graph, self.spec, self.dtype)
@@ -292,6 +295,8 @@ def calculate(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     calculation = config_from(CALCULATIONS[args.command], args)
     options = dataclasses.fields(calculation)
+    # Required options have None or () as their default, because a dataclass with defaults needs
+    # one.
     missing = [each.name for each in options if getattr(calculation, each.name) in (None, ())]
     if missing:
         raise ValueError(f"{args.command}: give {', '.join(missing)}")

@@ -69,6 +69,7 @@ def measure_choices(config: PlanConfig, run: Run) -> None:
         for choice, metrics in search(config, layout, machine):
             settings = vars(choice) | {"layout": str(choice.layout)}
             row = run.add(str(choice), metrics, **own, **settings)
+            # No device was measured, so the record names the one that was asked for.
             row.environment["device_name"] = f"{gpu.name}, predicted"
     # Layouts were searched one after the other, and the answer is the fastest of all.
     run.records.sort(key=_order)
@@ -95,6 +96,7 @@ def search(config: PlanConfig, layout: Layout, machine: Machine) -> list[tuple[C
     """
     _, ranks = config.fleet()
 
+    # Bisection and sorting ask for the memory of the same choice several times.
     @cache
     def memory_of(choice: Choice) -> Metrics:
         return _memory(config, choice, ranks)
@@ -113,6 +115,7 @@ def search(config: PlanConfig, layout: Layout, machine: Machine) -> list[tuple[C
     series = _series(config, layout, machine)
     ways: dict[tuple, list[list[Choice]]] = {}  # one series per size of buckets
     for choices_of_one in series:
+        # All choices of a series share these three, so the first one stands for them.
         first = choices_of_one[0]
         ways.setdefault((first.strategy, first.group, first.recompute), []).append(choices_of_one)
 
@@ -160,6 +163,7 @@ def _series(config: PlanConfig, layout: Layout, machine: Machine) -> list[list[C
     nodes = machine.network.devices_per_node
     recomputation = config.recomputation if config.factory is None else ("none",)
     strategies = [
+        # A user's model is planned without a mesh, see `check_given`.
         name
         for name in config.strategies
         if config.factory is None or not get_strategy(name).takes_mesh
@@ -224,6 +228,7 @@ def _fastest(
 
     for each in series:
         if least_bytes(config, each[0]) > config.usable_bytes():
+            # A choice whose parameters alone do not fit need not be searched.
             continue
         if each[0].layout.pipeline > 1:
             for choice in each:
@@ -252,6 +257,7 @@ def _memory(config: PlanConfig, choice: Choice, ranks: int) -> Metrics:
     return {
         "fits": needed.peak.total <= usable,
         "predicted_peak_bytes": needed.peak.total,
+        # A parameter takes four numbers of 4 bytes: itself, its gradient and AdamW's two moments.
         "devices_for_states": devices_to_fit(4 * 4 * config.num_parameters(), usable),
     }
 
@@ -296,6 +302,7 @@ def _time_of_own(config: PlanConfig, choice: Choice, machine: Machine) -> Metric
     """Return `_time` of a user's model, by replaying its operators and messages."""
     _, ranks = config.fleet()
     step = simulated(config.factory, choice.strategy, choice.micro_batch, ranks, config.dtype)
+    # One micro-batch was simulated, and the step has several of them.
     once, steps = replay(step, machine), choice.micro_batches
     optimizer_s = sum(
         machine.device.seconds(op) for op in step.operators if op.phase == "optimizer"
@@ -303,10 +310,12 @@ def _time_of_own(config: PlanConfig, choice: Choice, machine: Machine) -> Metric
     # Seconds of forward and backward of one micro-batch.
     compute_s = sum(map(machine.device.seconds, step.operators)) - optimizer_s
     flops = sum(op.flops for op in step.operators) * steps
+    # The rate of matmuls may be lower than that of the simulated operators, so the part is limited.
     matmuls = min(flops / machine.device.flops_per_s, steps * compute_s)
     # Only the last micro-batch communicates. The others compute.
     device_s = once.step_ms / 1e3 + (steps - 1) * compute_s
     host_s = host_time(steps * len(step.operators), len(step.calls))
+    # Device and host work at the same time, so the slower of them decides.
     step_s = max(device_s, host_s)
     parts = {
         "compute": matmuls,
@@ -331,6 +340,7 @@ def _step(
 
     Times of the step and its parts are in seconds, FLOPs are those of one rank.
     """
+    # Tensor cores multiply fp32 as TF32, so that is the peak.
     peak = config.gpu().peak["tf32" if config.dtype == "fp32" else config.dtype]
     return {
         "predicted_step_ms": 1e3 * step,
@@ -349,6 +359,7 @@ def examples_of(records: Records) -> str:
 
 
 def _ms(value: float) -> str:
+    # Large numbers get no decimals, and small ones three digits.
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

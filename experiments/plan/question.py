@@ -152,6 +152,7 @@ class PlanConfig(MachineOptions):
                 # A frozen dataclass has no other way, and nothing has read the value yet.
                 object.__setattr__(self, name, value)
         super().__post_init__()
+        # The other modes have no choice among layouts and optimizers.
         if self.mode == PLAN:
             self._check_plan()
             return
@@ -160,6 +161,7 @@ class PlanConfig(MachineOptions):
                 f"--model {self.model}: {self.mode} is of the lab's Transformer: give a preset, or "
                 "a file of sizes"
             )
+        # An unknown way of recomputation raises here.
         kept_levels(self.checkpointing, self.shape().num_layers)
         if self.mode == SWEEP:
             self._check_sweep()
@@ -187,6 +189,7 @@ class PlanConfig(MachineOptions):
         for text in self.layouts:
             if reason := mismatch(self, Layout.parse(text)):
                 raise ValueError(f"layout {text or 'of one rank'}: {reason}")
+        # The devices can share the batch in some layout, so there is a plan.
         if self.offered():
             return
         if self.batch < count:
@@ -195,6 +198,7 @@ class PlanConfig(MachineOptions):
                 "the nearest choices: "
                 f"--batch {count}, or {max(1, self.batch)} devices"
             )
+        # The nearest batch is a multiple of the number of devices, and never 0.
         near = max(1, round(self.batch / count)) * count
         raise ValueError(
             f"{count} devices do not divide a batch of {self.batch}; the nearest is --batch {near}"
@@ -209,6 +213,7 @@ class PlanConfig(MachineOptions):
                 f"devices {self.device!r}: {SWEEP} takes the numbers from --ranks: give --devices "
                 f"{name}"
             )
+        # In strong scaling the smallest number of ranks needs a sequence each.
         if self.batch < min(self.ranks):
             raise ValueError(
                 f"batch={self.batch} is smaller than the data-parallel size {min(self.ranks)}; the "
@@ -227,6 +232,7 @@ class PlanConfig(MachineOptions):
         if count > MOST_RANKS:
             raise ValueError(f"{count:,} devices: {TIMELINE} simulates at most {MOST_RANKS:,}")
         for name in self.strategies:
+            # This call is made for its error: a group that does not divide the ranks.
             self.shard_size(name)
             if get_strategy(name).is_peer:
                 raise ValueError(
@@ -250,14 +256,17 @@ class PlanConfig(MachineOptions):
         super().check_given(given)
         mode = mode_of(given.get("sweep", False), given.get("timeline", False))
         for each in declared_options(cls):
+            # Options that every mode takes are not in the table.
             modes = APPLIES_TO.get(each.name, (mode,))
             if each.name in given and mode not in modes:
                 raise ValueError(
                     f"{each.flag} applies to {' and '.join(modes)}, and not to {mode}: leave it out"
                 )
+        # Buckets apply only to some strategies, also where those are the mode's own.
         if "bucket_mb" in given:
             strategies = given.get("strategies", DEFAULTS[mode]["strategies"])
             check_buckets({"bucket_size_mb": given["bucket_mb"]}, strategies)
+        # A name with a colon is a user's factory. All others are presets or files.
         if ":" not in given.get("model", ""):
             return
         if "recomputation" in given:
@@ -351,6 +360,7 @@ class PlanConfig(MachineOptions):
             hosts = cluster(self.cluster)
             return hosts.gpu, hosts.gpus
         name, _, count = self.device.partition(":")
+        # 0 devices are a mistake, and isdigit would accept them.
         if (count and not count.isdigit()) or count == "0":
             raise ValueError(f"devices {self.device!r}: give a name and a number, such as h100:64")
         return by_alias(name), int(count or 1)
@@ -375,11 +385,13 @@ def mismatch(config: PlanConfig, layout: Layout) -> str | None:
     """Return why the devices cannot share this model and batch in this layout. None if they can."""
     _, count = config.fleet()
     nodes = config.machine().network.devices_per_node
+    # The batch is shared among groups of ranks, each of which holds one model.
     if count % layout.ranks or config.batch % (count // layout.ranks):
         return (
             f"{count} devices, {layout.ranks} to a model, do not divide a batch of {config.batch}"
         )
     if layout.ranks == 1:
+        # One rank per model has nothing to share, so all further conditions hold.
         return None
     if layout.tensor > 1 and config.optimizer == "muon":
         return "Muon steps whole matrices, and ranks that share them have parts"
@@ -392,15 +404,18 @@ def mismatch(config: PlanConfig, layout: Layout) -> str | None:
         return "the head shares the embedding's matrix, which is on another stage"
     if shape.num_layers % stages_of(layout):
         return f"{shape.num_layers} blocks cannot be split into {stages_of(layout)} equal stages"
+    # A pipeline takes sequences in equal micro-batches, a multiple of its ranks.
     if config.batch // (count // layout.ranks) % layout.pipeline:
         sequences = config.batch * layout.ranks // count
         return f"{sequences} sequences are not a multiple of {layout.pipeline} ranks"
+    # One layer on the meta device has all kinds of splits, and costs no memory.
     for split in TransformerLM(replace(shape, num_layers=1), device="meta").splits().values():
         uneven = [size for size in split.sizes if size % layout.tensor]
         if uneven:
             return f"{layout.tensor} ranks cannot share {uneven[0]} {split.what} evenly"
     # Ranks that share a sequence take its chunks in pairs, from both ends.
     chunks = 2 * layout.context if layout.context > 1 else 1
+    # Each rank's chunks are again split among the ranks that share its matrices.
     shares = chunks * layout.tensor
     if shape.context_length % shares:
         return f"sequences of {shape.context_length} tokens are not a multiple of {shares}"

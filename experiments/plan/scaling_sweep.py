@@ -37,6 +37,7 @@ def measure_scaling(config: PlanConfig, run: Run) -> None:
             alone = None
             for ranks in sorted(config.ranks):
                 split = _split(config, kind, ranks)
+                # The batch has fewer sequences than there are ranks, so strong scaling ends here.
                 if split is None:
                     continue
                 micro_batch, micro_batches = split
@@ -63,6 +64,7 @@ def _split(config: PlanConfig, kind: str, ranks: int) -> tuple[int, int] | None:
 
     None if the global batch leaves ranks without a sequence.
     """
+    # Weak scaling gives every rank the same work, whatever their number.
     if kind == "weak":
         return config.per_rank, 1
     per_rank = config.batch // ranks
@@ -78,6 +80,7 @@ def _predict(
     config: PlanConfig, strategy: str, ranks: int, micro_batch: int, micro_batches: int
 ) -> dict[str, float]:
     model = config.shape()
+    # A group cannot be larger than the number of ranks.
     group = None if config.shard_group is None else min(config.shard_group, ranks)
     time = estimate_step(
         model,
@@ -123,11 +126,13 @@ def measured_points(config: PlanConfig) -> dict[tuple[str, int, int], dict[str, 
                 "measured_step_p50_ms": record.metrics.get("step_p50_ms"),
                 "measured_step_p80_ms": record.metrics.get("step_p80_ms"),
             }
+            # A row that ran out of memory has a word in the place of a time.
             if strategy not in config.strategies or not is_number(steps["measured_step_p50_ms"]):
                 continue
             if not _answers(record, asked, config):
                 continue
             point = (strategy, record.config["world_size"], record.config["batch"])
+            # Rows of other bucket sizes compete for the same point.
             fastest = found.get(point, steps)
             if steps["measured_step_p50_ms"] <= fastest["measured_step_p50_ms"]:
                 found[point] = steps
@@ -137,6 +142,7 @@ def measured_points(config: PlanConfig) -> dict[tuple[str, int, int], dict[str, 
 def _answers(record: Record, asked: dict[str, Any], config: PlanConfig) -> bool:
     """Return whether a measured row is of the model, the precision and the device in question."""
     same_options = all(record.config.get(name) == value for name, value in asked.items())
+    # The name is compared as a datasheet, because drivers spell one GPU in several ways.
     device = lookup(str(record.environment.get("device_name")))
     return same_options and device == config.gpu()
 
@@ -152,6 +158,7 @@ def findings(records: Records) -> list[str]:
     """Name where each strategy stops scaling, and files without anything to draw."""
     config = records[0].config
     stops: dict[str, dict[str, int]] = {}  # kind → strategy → the first number of ranks
+    # Rows come in ascending order of ranks, so the first one below the limit is kept.
     for record in records:
         if record.metrics["predicted_efficiency_pct"] < STOPS_AT:
             of_kind = stops.setdefault(record.config["kind"], {})
@@ -179,6 +186,7 @@ def draw(records: Records, path: Path) -> None:
     Error bars reach from p20 to p80.
     """
     ranks = sorted({record.config["world_size"] for record in records})
+    # More than about eight ticks would overlap.
     ticks = [(n, f"{n:,}") for n in ranks[:: 1 + len(ranks) // 8]]
     panels: dict[str, list[Series]] = {}  # kind → its series
     for (kind, strategy), rows in grouped(records, _kind_and_strategy).items():
@@ -191,6 +199,7 @@ def draw(records: Records, path: Path) -> None:
         measured = [row for row in rows if _is_measured(row)]
         if measured:
             sizes = [row.config["world_size"] for row in measured]
+            # A short time is a high rate, so p20 of the time is the upper end.
             high = [_measured_rate(row, "p20") for row in measured]
             middle = [_measured_rate(row, "p50") for row in measured]
             low = [_measured_rate(row, "p80") for row in measured]

@@ -23,6 +23,7 @@ def measure_timeline(config: PlanConfig, run: Run) -> None:
     lanes = {}
     for strategy in config.strategies:
         run.progress(f"simulating {strategy} on {ranks} ranks")
+        # Every rank does the same under data parallelism, so one of them is enough.
         step = simulate_training(
             model,
             strategy,

@@ -48,6 +48,7 @@ RECORDS = ROOT / "records"
 def _case(text: str) -> tuple[str, int]:
     """Parse PRESET:BATCH."""
     size, _, batch = text.partition(":")
+    # A batch of 0 is refused here, where the message can name the form.
     if not batch.isdigit() or size not in MODELS or int(batch) < 1:
         known = ", ".join(MODELS)
         raise argparse.ArgumentTypeError(
@@ -79,6 +80,7 @@ class PredictConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Without these options the run predicts published figures, which need none.
         of_steps = any((self.calibrate, self.models, self.predictions, self.compare))
         compares = self.compare and self.predictions
         predicts = self.calibrate and self.models
@@ -89,6 +91,7 @@ class PredictConfig(Options):
     def check_given(cls, given: dict[str, Any]) -> None:
         """Raise ValueError for options of one kind of prediction given with another kind."""
         of_steps = ("calibrate", "models", "ranks", "rows", "memory")
+        # An idle option would change nothing, and its user should know.
         for kind, idle in (("predictions", ("case", *of_steps)), ("case", of_steps)):
             useless = [name for name in idle if name in given]
             if kind in given and useless:
@@ -115,6 +118,7 @@ def measure(config: PredictConfig, context: RankContext, run: Run) -> None:
         measured: list[Record] = []
         for path in config.compare:
             measured += read_json(path)
+        # An error in the comparison names the files that were read.
         with reading(list(filter(None, [config.predictions, *config.compare]))):
             run.part(COMPARISON).records[:] = compare(run.records, measured)
 
@@ -144,6 +148,7 @@ of_steps = headline_from(
 
 def headline(records: Records) -> str:
     """Return the headline of steps of ddp_bench, or of published runs."""
+    # Steps of ddp_bench have a size, and published runs a model of their own.
     return of_steps(records) if "size" in records[0].config else of_published(records)
 
 

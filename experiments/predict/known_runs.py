@@ -77,6 +77,7 @@ def _gpt3(gpus: int, batch: int, teraflops: float, why: int) -> dict[str, Any]:
 
     Its FLOPs are 96·B·s·l·h²·(1 + s/6h + V/16lh), recomputation included.
     """
+    # These are the sizes of GPT-3 175B, as the source states them.
     layers, width, context, vocabulary = 96, 12_288, 2048, 51_200
     # B is the batch of all GPUs.
     flops = 96 * gpus * batch * context * layers * width**2

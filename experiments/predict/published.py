@@ -12,6 +12,7 @@ from experiments.predict.known_runs import OWN, PUBLISHED, ZERO_TABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
+# Bars are the errors that a prediction without fitted constants is expected to stay within.
 TIME_BAR, MEMORY_BAR = 15.0, 10.0  # per cent
 HOST = (
     "Host-bound: its messages take 16 ms, and NCCL's kernels were active for 90, waiting for the "
@@ -23,6 +24,7 @@ def add_published(run: Run) -> None:
     """Add a row per published run and per row of our own records."""
     for known in PUBLISHED:
         add(run, from_json(known))
+    # The ZeRO paper gives states alone, so these rows have no step.
     for stage, gigabytes in ZERO_TABLE.items():
         states = zero_paper_bytes(7.5e9, 64, stage)
         metrics = _compared({"predicted_states_gb": states / 1e9}, {"states_gb": gigabytes})
@@ -43,6 +45,7 @@ def add(run: Run, case: Case) -> None:
     """Add a row: the prediction of a case, and the published figures."""
     found = predict(case)
     published = dict(case.published or {})
+    # The default is the peak of tensors, which a run of this lab reports.
     kind = published.pop("memory_is", "allocated")
     # Sources give one of the two. Each follows from the other by the tokens of a step on a GPU.
     if "tokens_per_s_per_gpu" in published:
@@ -52,6 +55,8 @@ def add(run: Run, case: Case) -> None:
     metrics = {
         "predicted_step_ms": 1e3 * found.time.step,
         "predicted_tokens_per_s_per_gpu": found.tokens_per_s,
+        # The allocator reserves more than tensors use, and sources differ in which of them they
+        # state.
         "predicted_memory_gib": (found.reserved if kind == "reserved" else found.allocated) / GIB,
         "predicted_allocated_bytes": found.allocated,
         "predicted_reserved_bytes": found.reserved,
@@ -118,6 +123,7 @@ def findings(records: Records) -> list[str]:
         ("memory_gib_error_pct", MEMORY_BAR, "peaks of memory"),
     )
     for name, bar, unit in bars:
+        # Not every row has both figures.
         errors = [record.metrics[name] for record in records if name in record.metrics]
         if errors:
             inside = sum(abs(error) <= bar for error in errors)

@@ -33,6 +33,7 @@ ROWS = {
 def add_steps(config: Any, run: Run) -> None:
     """Add a row per case, number of ranks and row of ddp_bench, as in the options."""
     run.progress(f"calibrating on {config.calibrate}")
+    # The files are named in the message of an error.
     files = [config.calibrate] + ([config.memory] if config.memory else [])
     with reading(files):
         calibration, settings = fit(config.calibrate, config.memory)
@@ -59,9 +60,11 @@ def fit(path: str, memory: str | None = None) -> tuple[Machine, dict]:
         ValueError, OSError: the record cannot be read or lacks a row.
     """
     rows = {record.variant: record for record in read_json(path)}
+    # All rows of a record have the same settings but for the strategy.
     settings = next(iter(rows.values())).config
     steps = {name: _simulated(settings, name) for name in NEEDED}
     second = None
+    # A second model gives a second equation, for the bandwidth that the first cannot tell apart.
     if memory is not None:
         local = next((record for record in read_json(memory) if record.variant == "local"), None)
         if local is None:
@@ -77,6 +80,7 @@ def _simulated(settings: dict, strategy: str) -> SimulatedStep:
     """Simulate the step that ddp_bench measured with these settings."""
     options = ModelOptions.of(settings)
     ranks, keeps = settings["world_size"], options.checkpointing
+    # The simulation runs eager code, and `auto` depends on the memory of the machine that measured.
     if options.compile != "off" or keeps == "auto":
         raise ValueError(
             f"a record of compile={options.compile!r}, checkpointing={keeps!r} cannot be "
@@ -103,6 +107,7 @@ def predict(
         batch=batch,
         world_size=ranks,
         dtype=dtype,
+        # A strategy without buckets ignores the size, so any number does.
         bucket_size_mb=bucket_size_mb or 25.0,
     )
     line = replay(step, calibration)
@@ -140,6 +145,7 @@ def compare(predictions: Records, measured: Records) -> list[Record]:
     Raises:
         ValueError: nothing of what was measured had been predicted.
     """
+    # A prediction is found by its case and by the name of its row.
     known = {(*_case_of(record), record.variant): record for record in predictions}
     records = []
     for row in measured:
@@ -150,6 +156,7 @@ def compare(predictions: Records, measured: Records) -> list[Record]:
             name = f"{name}-{bucket:g}"
         predicted = known.get((*_case_of(row), name))
         local = known.get((*_case_of(row), "local"))
+        # Rows that were not predicted, or that ran out of memory, are not compared.
         if predicted is None or not is_number(row.metrics.get("step_p50_ms")):
             continue
         # A row with other dimensions than its preset's was not predicted.
@@ -171,6 +178,7 @@ def compare(predictions: Records, measured: Records) -> list[Record]:
             metrics["peak_error_pct"] = 100 * (metrics["predicted_peak_alloc_bytes"] / peak - 1)
         calls = row.metrics.get("collectives_per_step")
         sent = row.metrics.get("comm_bytes_per_step")
+        # Both must agree exactly, since neither depends on time.
         metrics["volume_as_predicted"] = (
             metrics["predicted_collectives_per_step"] == calls
             and metrics["predicted_comm_bytes_per_step"] == sent

@@ -48,10 +48,12 @@ from distlab.train.step import TrainStep
 from .faults import healthy_attention, replaced
 from .mistakes import ATTENTION, EQUALITY, ERROR, MISTAKES, MODEL, PAIRS, VOLUME, Mistake
 
+# The size gives several buckets of such a small model, so a last one exists.
 BUCKET_MB = 0.02
 # At two ranks the strategies equal one process bit for bit, and layouts do in fp64 but for
 # clipping, by an fp32 norm. Attention differs from float64 by rounding, about 1e-6.
 PARAMETER_TOLERANCE, ATTENTION_TOLERANCE = 1e-9, 1e-4
+# Two ranks show every mistake, and sums of two numbers do not depend on their order.
 RANKS = 2
 
 
@@ -75,6 +77,7 @@ def measure(config: SabotageConfig, context: RankContext, run: Run) -> None:
         run.progress(f"{number} of {len(config.mistakes)}: {name}")
         mistake = MISTAKES[name]
         steps = config.check_steps, config.steps
+        # A mistake may hang its ranks, which are then ended after two minutes.
         try:
             # One start of the ranks for both, as long as the mistake neither hangs nor raises.
             healthy, broken = run_ranks(examine_both, RANKS, name, *steps, deadline_s=120.0)[0]
@@ -82,6 +85,7 @@ def measure(config: SabotageConfig, context: RankContext, run: Run) -> None:
             # The ranks of the failed call are gone, and the healthy run with them.
             healthy = run_ranks(examine, RANKS, name, False, *steps)[0]
             broken = {"error": failure.cause}
+        # A run that failed has no curve, and its loss is None.
         caught, loss = caught_by(broken), broken.get("loss")
         metrics = broken | {
             "caught": mistake.check in caught,
@@ -89,6 +93,7 @@ def measure(config: SabotageConfig, context: RankContext, run: Run) -> None:
             "healthy_passes": not caught_by(healthy),
             "healthy_loss": healthy["loss"],
             "healthy_final_loss": _end(healthy["loss"]),
+            # Two curves that start apart had other weights or another loss before any step.
             "first_loss_diff": loss and loss[0] - healthy["loss"][0],
             "final_loss": loss and _end(loss),
         }
@@ -130,6 +135,7 @@ def attention_difference(attention: Attention) -> float:
 def volume_difference(context: RankContext, mistake: Mistake) -> tuple[int, int]:
     """Return the collectives and bytes of one step beyond the closed form of the strategy's."""
     task = mistake.trained
+    # SGD of any rate sends the same, so the mistake's own optimizer is not needed.
     train = _train_step(context, mistake, torch.optim.SGD, 0.1)
     # The first step may send what later ones do not, so the second is counted.
     train(task.batches(context.rank, 0, context.device))
@@ -141,6 +147,7 @@ def volume_difference(context: RankContext, mistake: Mistake) -> tuple[int, int]
         bucket_size_mb=BUCKET_MB,
         world_size=context.world_size,
     )
+    # Hooks of this wrapper must be gone before the next one is built.
     train.model.close()
     return recorder.count - expected.collectives, recorder.total_bytes - expected.bytes
 
@@ -218,6 +225,7 @@ def examine(context: RankContext, name: str, broken: bool, check_steps: int, ste
         "max_abs_param_diff": difference,
         "collectives_beyond_prediction": calls,
         "comm_bytes_beyond_prediction": size,
+        # A mistake outside of attention is checked with the healthy one, which must pass.
         "attention_error": attention_difference(mistake.attention or healthy_attention),
         "pairs_of_busiest": pairs,
         "predicted_pairs_of_busiest": even_pairs,
@@ -233,6 +241,7 @@ def examine_both(context: RankContext, name: str, check_steps: int, steps: int) 
 def caught_by(metrics: Metrics) -> list[str]:
     """Return the checks that fail."""
     if "error" in metrics:
+        # A run that raised an error has no other results.
         return [ERROR]
     failed = {
         EQUALITY: metrics["max_abs_param_diff"] > PARAMETER_TOLERANCE,
@@ -299,6 +308,7 @@ def draw(records: Records, path: Path) -> None:
                 series,
                 log_x=None,
                 from_zero=False,
+                # A loss that explodes would press the healthy curve against the axis.
                 y_max=1.5 * max(healthy),
             )
         )

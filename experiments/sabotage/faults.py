@@ -49,6 +49,7 @@ def replaced(owner: Any, name: str, wrong: Any) -> Iterator[None]:
     setattr(owner, name, wrong)
     try:
         yield
+    # Other mistakes run in the same process, so the original must come back.
     finally:
         setattr(owner, name, right)
 
@@ -59,6 +60,7 @@ def replaced(owner: Any, name: str, wrong: Any) -> Iterator[None]:
 def without_broadcast(module: nn.Module, process_group: ProcessGroup | None) -> FlatDDP:
     """Return a strategy whose ranks keep the weights that each has drawn for itself."""
     with replaced(collectives, "broadcast_all", _broadcasts_nothing):
+        # The constructor broadcasts, so only it runs with the replacement.
         return FlatDDP(module, process_group=process_group)
 
 
@@ -106,6 +108,7 @@ class ReducesTheParameter(NaiveDDP):
     """Strategy that averages `parameter` where it should average `parameter.grad`."""
 
     def _synchronize(self) -> None:
+        # The gradient stays as each rank computed it, and only parameters are averaged.
         for parameter in self.trainable:
             collectives.all_reduce_mean(parameter.data, self.process_group).wait()
 
@@ -120,6 +123,7 @@ class NeverWaits(OverlapDDP):
     _late: tuple[tuple[Tensor, Any], ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # The next step has begun, so the optimizer has read what was there before.
         for _, work in self._late:
             work.wait()
         self._late = ()
@@ -146,6 +150,7 @@ class SumsTiedTwice(NaiveDDP):
 
     def _synchronize(self) -> None:
         for _, parameter in self.module.named_parameters(remove_duplicate=False):
+            # A tied weight has two names, so it is summed twice: N times the right sum.
             parameter.grad.copy_(collectives.sum_tensor(parameter.grad, self.process_group))
         for parameter in self.trainable:
             parameter.grad.div_(self.process_group.size())
@@ -158,6 +163,7 @@ class HookOrder(OverlapDDP):
     """
 
     def _gradient_ready(self, index: int) -> None:
+        # The strategy keeps a list of messages that are to be sent, which must stay true.
         self.step.unsent.remove(index)
         self._send(index)
 
@@ -167,6 +173,7 @@ class KeepsItsShard(ShardedOptimizer):
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         with replaced(collectives, "broadcast_coalesced", _sends_nothing):
+            # The update itself is right, and only its exchange is replaced.
             return super().step(*args, **kwargs)
 
 
@@ -206,6 +213,7 @@ class SendsEachMicroBatch(BucketedDDP):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         yield
+        # The means of the micro-batch stay in `.grad`, and the next one adds to them.
         self.finish_gradient_synchronization()
 
 
@@ -220,6 +228,7 @@ class WaitsInOwnersForward(ZeroOptimizer):
     """
 
     def __init__(self, ddp: BucketedDDP, *args: Any, **options: Any):
+        # The optimizer's own waiting must not repair what this class breaks.
         super().__init__(ddp, *args, overlap_gather=True, **options)
         self._slices._overlap.close()
         for module in ddp.module.modules():
@@ -246,6 +255,7 @@ class _SlowGather:
         self, gather: Callable[..., Any], output: Tensor, own: Tensor, group: ProcessGroup
     ):
         self._output = output
+        # The result goes into a buffer of its own first, which no code reads before the wait.
         self._arrived = torch.empty_like(output)
         self._work = gather(self._arrived, own, group)
 
@@ -288,6 +298,7 @@ class CountsNormsTwice(BucketedDDP):
 
     def _norm_of(self, gradients: Any) -> Tensor:
         return super()._norm_of(
+            # Whole vectors are equal on all ranks, so a sum over ranks counts them P times.
             gradients._replace(replicated=[], cut=[*gradients.replicated, *gradients.cut])
         )
 
@@ -304,12 +315,14 @@ def shifted_after_the_split(model: nn.Module, batch: tuple[Tensor, Tensor]) -> T
     the rank's next chunk, or none.
     """
     tokens, targets = batch
+    # The last position of each chunk has no next word on this rank: -100 leaves it out of the loss.
     return model(tokens, torch.cat((tokens[:, 1:], torch.full_like(targets[:, :1], -100)), 1))
 
 
 def merged_in_bf16(out: Tensor, lse: Tensor, *part: Tensor) -> None:
     """Round partial results and their log-sum-exp to bf16 between the steps of the ring."""
     merge(out, lse, *part)
+    # Both are rounded in place, because the ring goes on with these tensors.
     for kept in (out, lse):
         kept.copy_(kept.bfloat16())
 
@@ -333,6 +346,7 @@ def not_divided(
     pipeline: Pipeline, model: ParallelModel, loss_fn: Any, batches: Any, scale: float
 ) -> Tensor:
     """Make gradients of the sum of the micro-batches' losses. The printed loss is their mean."""
+    # The pipeline divides the loss by the number of micro-batches, which the factor undoes.
     return run_schedule(pipeline, model, loss_fn, batches, scale * len(batches))
 
 

@@ -37,6 +37,7 @@ from distlab.train.data import SyntheticTokens
 from . import faults
 
 BATCH = 4
+# The model is small enough that a step takes milliseconds on a CPU.
 MODEL = ModelConfig(32, 64, 2, 2, vocab_size=32, context_length=32)
 # The checks, by name; an error is what the strategy itself raises.
 EQUALITY, VOLUME, ATTENTION, PAIRS, ERROR = (
@@ -218,6 +219,7 @@ class Mistake:
 
     def mended(self) -> "Mistake":
         """Healthy run to compare with."""
+        # Layout, learner and clipping stay, since they are not the mistake.
         return dataclasses.replace(
             self, wrap=None, optimizer=None, candidate=None, attention=None, replaced=None
         )
@@ -291,6 +293,7 @@ def _shared(
         name=name,
         check=check,
         symptom=symptom,
+        # Layouts add to data parallelism, and `bucketed` is the strategy under them.
         healthy="bucketed",
         wrap=wrap,
         task=task,
@@ -316,6 +319,7 @@ _ALL = (
         symptom="the rate is N times too high: spikes, a loss that stays high",
         healthy="flat",
         wrap=_averaging_by(faults.SumInsteadOfMean),
+        # At a rate of 2 the healthy run still trains, and twice the rate does not.
         learner=(torch.optim.SGD, 2.0),
     ),
     Mistake(
@@ -375,6 +379,7 @@ _ALL = (
         check=ATTENTION,
         symptom="NaN, once scores pass 88",
         healthy="flat",
+        # Scores beyond 88 overflow exp in fp32. The factor makes them that large from the start.
         task=language_model(attention=faults.healthy_attention, logits=3e3),
         candidate=language_model(attention=faults.without_maximum, logits=3e3),
         attention=faults.without_maximum,

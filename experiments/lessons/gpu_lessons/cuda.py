@@ -31,6 +31,7 @@ STEP = TUNED[64]
 
 def add(bench: Bench) -> None:
     """Compare x + y in fp32."""
+    # Two tensors of 128 MiB each are more than any L2 holds, so the sum is bound by memory.
     x, y = normal(bench, 2, size(8192, 8), 4096, dtype=torch.float32)
     triton = filling(partial(elementwise.launch_flat, elementwise.add_kernel, "add"))
     compare(bench, "add", triton, torch.add, (x, y), (x.numel() // 1024, 1), 256)
@@ -38,6 +39,7 @@ def add(bench: Bench) -> None:
 
 def row_softmax(bench: Bench) -> None:
     """Compare softmax of rows with 4,096 columns in fp32."""
+    # Rows of 4,096 fit into the registers of a block, so each is read once.
     x = normal(bench, size(8192, 8), 4096, dtype=torch.float32)
     triton, by_torch = filling(softmax.launch_forward), partial(torch.softmax, dim=1)
     compare(bench, "softmax", triton, by_torch, (x,), (len(x), 1), 256)
@@ -49,6 +51,7 @@ def product(bench: Bench) -> None:
     a, b = normal(bench, 2, n, n)
 
     def launch(a: Tensor, b: Tensor, y: Tensor) -> None:
+        # "tf32x3" matters only for fp32 inputs, and these are 16-bit.
         matmul.launch_pointers(a, b, None, y, None, "tf32x3")
 
     grid = (n // 128, n // 128)
@@ -83,6 +86,7 @@ def filling(launch: Callable[..., None]) -> Callable[..., Tensor]:
     """Return `launch(*inputs, y)` as a function that returns y, which is like the first input."""
 
     def call(*inputs: Tensor) -> Tensor:
+        # Each call makes its result, as torch's functions do, so all forms allocate alike.
         y = torch.empty_like(inputs[0])
         launch(*inputs, y)
         return y
@@ -113,6 +117,7 @@ def compare(
         sizes: numbers that the kernel in CUDA C++ takes after its tensors.
     """
     part = f"cuda-{name}"
+    # The reference is torch's own function in float64.
     exact = by_torch(*(x.double() for x in inputs))
     in_triton, in_cpp = LINES[name]
     bench.form(part, f"Triton, {in_triton} lines", partial(triton, *inputs), exact)
@@ -125,6 +130,7 @@ def compare(
 
         bench.form(part, variant, partial(filling(launch), *inputs), exact)
     else:
+        # A row that says why it is empty keeps the table complete without a GPU.
         bench.run.add(variant, {"status": "needs a GPU"}, part=part)
     bench.form(part, "torch", partial(by_torch, *inputs), exact)
 

@@ -68,6 +68,7 @@ def strides(bench: Bench) -> None:
         return ACCESS * len(accesses) + size * len(elements)
 
     cases = [(stride, 0) for stride in STRIDES]
+    # The last case starts 16 bytes into an access, so its warps touch one more.
     for stride, offset in (*cases, (1, 4)):
         name = f"stride {stride}"
         if offset:
@@ -140,6 +141,7 @@ def divergence(bench: Bench) -> None:
     for name, (width, ways) in BRANCHES.items():
         # The same expression as in the kernel, for the lanes of one warp.
         branches = [lane // width % ways for lane in range(WARP)]
+        # The interpreter has no warps, so divergence cannot be seen there.
         call = None if interpreted() else partial(run, width=width, ways=ways)
         bench.effect(
             "divergence",
@@ -158,6 +160,7 @@ def waves(bench: Bench) -> None:
     sms = bench.sms
     y = torch.empty(4 * sms * BLOCK, device=bench.device)
 
+    # The first row is one program for each multiprocessor, the unit of all others.
     for blocks in (sms, sms // 2, sms + 1, sms * 3 // 2, 2 * sms, 2 * sms + 1, 3 * sms, 4 * sms):
         used = y[: blocks * BLOCK]
         bench.effect(
@@ -205,6 +208,7 @@ def levels(bench: Bench) -> None:
     bench.effect(
         "levels",
         "shared memory",
+        # A round writes the same number of bytes as it reads, so half of the bandwidth counts.
         factor=factor(spec and spec.shared_bandwidth / 2),
         call=None if interpreted() else partial(transpose, y, SIDE),
         error=partial(sum_error, y, 2.0),
@@ -252,6 +256,8 @@ def element_wise(bench: Bench) -> None:
         metrics["gb_per_s"] = moved / metrics["time_p50_ms"] / 1e6
         return metrics
 
+    # torch's own element-wise kernel stands for the rate of a copy: it reads one tensor and writes
+    # one.
     copy_ms = bench.time(partial(torch.neg, x, out=z))["time_p50_ms"]
     # One warp that waits for each block of 1,024, over more than the L2 keeps: the latency of a
     # load from memory.
@@ -265,6 +271,7 @@ def element_wise(bench: Bench) -> None:
         known = {}  # metrics that need the GPU's data sheet
         if bench.spec:
             with compile_only() as compiled:
+                # Registers are known only after compilation, so the kernel is compiled first.
                 call()
             used = resources(compiled[0])
             resident = occupancy(

@@ -28,6 +28,7 @@ class Tile:
     warps: int
 
 
+# The tiles grow from 16 × 16, the smallest that tensor cores multiply.
 TILES = (Tile(16, 16, 1), Tile(32, 32, 2), Tile(64, 64, 4), Tile(128, 128, 8), Tile(128, 256, 8))
 
 
@@ -43,6 +44,7 @@ def normal(bench: Bench, *shape: int, dtype: torch.dtype | None = None) -> Tenso
 
 def sums(bench: Bench) -> None:
     """Compare sums over the rows of x, and over all of it, in fp32."""
+    # Few parts leave little work for the second launch, and many keep all multiprocessors busy.
     rows, cols, parts = size(16384, 64), size(4096, 256), size(64, 2)
     x, out = normal(bench, rows, cols), torch.empty(parts, cols, device=bench.device)
     exact = x.double().sum(0)
@@ -62,6 +64,7 @@ def sums(bench: Bench) -> None:
         return out
 
     def rows_by_two_launches() -> Tensor:
+        # The second launch adds the partial sums of all parts.
         return sum_columns(added(out, False)[None], torch.float32)[0]
 
     def rows_by_atomics() -> Tensor:
@@ -92,6 +95,7 @@ def variance(bench: Bench) -> None:
         launch(kernels.variance_kernel, (rows,), x, y, cols, FORM=form, BLOCK=block, num_warps=8)
         return y
 
+    # The factors are of the bytes read: two passes read x twice, and the others once.
     for form, factor in (("two passes", 1.0), ("Welford", 0.5), ("squares", 0.5)):
         bench.form("variance", form, partial(computed, form), exact, factor)
     bench.form("variance", "torch", partial(torch.var, x, 1, correction=0), exact)
@@ -161,6 +165,7 @@ def saved(bench: Bench) -> None:
     x = normal(bench, count)
     dy = normal(bench, count)
     h, y, dx = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
+    # The exact gradient is that of the same approximation of GeLU, in float64.
     wide = x.double().requires_grad_()
     (exact,) = torch.autograd.grad(F.gelu(0.5 * wide, approximate="tanh"), wide, dy.double())
 
@@ -215,6 +220,7 @@ def operands(bench: Bench) -> None:
 
     for count in (2, 4, 8, 16, 32):
         exact = x[:count].double().logsumexp(0)
+        # A row with K tensors moves K + 1, and the first row moves 3.
         bench.form("operands", f"{count} tensors", partial(computed, count), exact, (count + 1) / 3)
 
 
@@ -266,6 +272,7 @@ def tiles(bench: Bench) -> None:
     a, b = normal(bench, 2, size(8192, 64), size(8192, 64))
     y, exact = torch.empty_like(a), a.double() @ b.double()
     first = loads(bench, a, TILES[0], 8)["read_gb"]
+    # Without a GPU two tiles show that the kernel is right.
     for tile in TILES[: size(len(TILES), 2)]:
         counted = loads(bench, a, tile, 8)
         bench.form(
@@ -306,6 +313,7 @@ def keys(bench: Bench) -> None:
     exact = x.double() @ w.double()
     tiles = ((128, 128, 64, 8), (128, 64, 64, 4), (64, 64, 64, 4), (64, 32, 64, 4))
     configs = []
+    # Every candidate divides all of the sizes, so the kernel needs no masks for ragged tiles.
     for m, n, k, warps in ((32, 32, 32, 4),) if interpreted() else tiles:
         blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k}
         configs.append(triton.Config(blocks, num_warps=warps))
@@ -322,6 +330,7 @@ def keys(bench: Bench) -> None:
     for names in (("rows", "cols", "depth"), ("rows",)):
         # A new tuner for each set of keys, since a tuner keeps what it has chosen.
         tuner = triton.autotune(configs, key=list(names))(kernels.prologue_kernel)
+        # A tuner chooses at its first call with a new key, and the narrow matmul comes first.
         multiplied(tuner, narrow_w, narrow_y)
         bench.form("keys", ", ".join(names), partial(multiplied, tuner, w, y), exact)
     bench.form("keys", "torch", partial(torch.mm, x, w), exact)
@@ -347,6 +356,7 @@ def backward_keys(bench: Bench) -> None:
         """Return q, k, v, dO, the log-sum-exp, Δ, and outputs for dK and dV."""
         q, k, v, do = normal(bench, 4, heads, length, head_dim)
         o, lse2 = attention.forward(step, q, k, v)
+        # Δ is the sum of o · dO of each row, which the backward subtracts.
         delta = (o.float() * do.float()).sum(-1)
         return [q, k, v, do, lse2, delta, torch.empty_like(k), torch.empty_like(v)]
 
@@ -363,6 +373,7 @@ def backward_keys(bench: Bench) -> None:
             k,
             v,
             do,
+            # The Nones stand for tensors that only other forms of this kernel take.
             None,
             None,
             lse2,

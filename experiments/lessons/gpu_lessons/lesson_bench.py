@@ -29,6 +29,7 @@ class Bench:
     device: torch.device
 
     def __post_init__(self) -> None:
+        # The interpreter does not compute bf16 correctly.
         self.dtype = torch.float16 if interpreted() else torch.bfloat16
         self.spec = lookup(str(self.run.header.environment["device_name"]))
         self.sms = multiprocessors(self.device)
@@ -66,6 +67,7 @@ class Bench:
             return checked(error(), EXACT) | self.time(partial(call, self.config.rounds))
 
         metrics = attempt(measured) if call else {"status": "needs a GPU"}
+        # Only rows about bandwidth have this number.
         if read_bytes and "time_p50_ms" in metrics:
             metrics["gb_per_s"] = read_bytes * self.config.rounds / metrics["time_p50_ms"] / 1e6
         self.run.add(variant, {"predicted_factor": factor} | metrics, part=part)
@@ -99,6 +101,7 @@ class Bench:
             # Atomic additions come in any order, and may round differently.
             repeated = [torch.equal(result, call()) for _ in range(3)]
             metrics["same_bits"] = "yes" if all(repeated) else "no"
+            # Without a datasheet there is no GPU whose registers could be counted.
             if self.spec:
                 with compile_only() as compiled:
                     call()

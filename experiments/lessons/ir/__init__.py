@@ -98,6 +98,7 @@ def compile_module(module: str, capability: int) -> tuple[list[Compiled], str | 
         try:
             MODULES[module]()
         except Exception as error:  # for example, an older GPU has no tensor descriptors
+            # The error's message may be long. Its first line names the missing feature.
             problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:80]}"
     return [described(module, kernel, capability) for kernel in found], problem
 
@@ -110,6 +111,7 @@ def disassembled(cubin: bytes) -> str:
         file.write(cubin)
         # The disassembler is another process, which reads the file by its name.
         file.flush()
+        # -c prints the code alone, without the binary's other sections.
         command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -128,6 +130,7 @@ def described(module: str, kernel: Any, capability: int) -> Compiled:
     if spec is not None:
         resident = occupancy(spec, 32 * warps, used["registers"], used["shared_bytes"])
         metrics |= {"programs_per_sm": resident.blocks, "limited_by": resident.limiter}
+    # The number of lines shows how one level becomes many instructions of the next.
     metrics |= {f"{stage}_lines": text.count("\n") for stage, text in stages.items()}
     ptx = stages["ptx"]
     metrics["matmul"] = ""
@@ -136,6 +139,7 @@ def described(module: str, kernel: Any, capability: int) -> Compiled:
             metrics["matmul"] = instruction
     metrics["wide_loads"] = len(re.findall(r"ld\.global[\w.:]*\.v4|cp\.async\.c[ag]", ptx))
     metrics["bulk_copies"] = len(re.findall(r"cp\.(?:reduce\.)?async\.bulk\.tensor", ptx))
+    # Constants decide what is compiled, so kernels of one name differ in them.
     constants = {}
     for path, value in kernel.src.constants.items():
         name = kernel.src.fn.arg_names[path[0]]
@@ -173,9 +177,11 @@ def measure(config: IrConfig, context: RankContext, run: Run) -> None:
             chosen = [each for each in found if module in wanted or each.name in wanted]
             for each, stem in zip(chosen, stems(chosen), strict=True):
                 for stage, text in each.stages.items():
+                    # Each file has the name of its row, so a reader finds it from the table.
                     (folder / f"{stem}.{stage}").write_text(text, encoding="utf-8")
                 run.add(stem, each.metrics, module=module, constants=each.constants)
             if problem:
+                # Kernels that were compiled before the error have rows of their own.
                 run.add(f"{module}, others", {"status": problem}, module=module)
     if not run.records:
         raise ValueError(
@@ -186,6 +192,7 @@ def measure(config: IrConfig, context: RankContext, run: Run) -> None:
 
 def stems(found: Sequence[Compiled]) -> Iterator[str]:
     """Yield a name for each kernel. One that is compiled more than once gets a number."""
+    # Loops of a module may compile one kernel for several sizes.
     counts = Counter[str]()
     for kernel in found:
         counts[kernel.name] += 1

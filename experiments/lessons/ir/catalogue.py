@@ -34,6 +34,7 @@ from kernels import (
 from kernels import _long_rows as long_rows
 from kernels._dispatch import tl
 
+# The letters keep launches readable: fp32, 16-bit and int64, then rows and columns.
 F, H, I = torch.float32, torch.bfloat16, torch.int64  # noqa: E741
 N, D = 8192, 4096
 
@@ -64,6 +65,7 @@ def _rmsnorm() -> None:
     for cols in (1024, D, 16384):
         x, w = e(N, cols), e(cols)
         rmsnorm.launch_forward(x, None, w, x, x, stat, 1e-5, False)
+        # Longer rows have another backward kernel, which `_long_rows` launches.
         if cols <= rmsnorm.ONE_TILE_BACKWARD:
             rmsnorm.launch_backward(x, None, x, w, stat, x, False, None)
     x, w = e(N, D), e(D)
@@ -203,6 +205,7 @@ def _flash_attention() -> None:
     q, lse = e(4, 16, 4096, 64), e(4, 16, 4096, dtype=F)
     tiles = configs.lookup(configs.key_of(q, problem, "sm_90"))
     forward.launch_forward(q, q, q, q, lse, problem, tiles.forward)
+    # The backward has three kernels: Δ, then dK and dV, then dQ.
     saved = backward.launch_delta(q, q, q, q, lse, q)
     backward.launch_dkdv(saved, q, q, problem, tiles.dkdv)
     backward.launch_dq(saved, q, problem, tiles.dq)
@@ -299,6 +302,7 @@ def _average() -> None:
 
 
 MODULES: dict[str, Callable[[], None]] = {
+    # The name of a module is that of its function without the underscore.
     function.__name__[1:]: function
     for function in (
         _elementwise,
