@@ -383,7 +383,8 @@ class GradientBucket:
 
     def add(self, position: int) -> None:
         """Copy the gradient at `position` of the plan to its place, which `.grad` then is."""
-        self.allocate()
+        if self.buffer is None:
+            self.allocate()
         self.missing -= 1
         parameter, view = self.parameters[position], self.views[position]
         gradient = parameter.grad
