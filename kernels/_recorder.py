@@ -137,7 +137,8 @@ def _written(
     if check is not None:
         check(*args)
     recorder = _Recorder(args)
-    # A key that is kept without a program has been recorded before, and cannot be repeated.
+    # This function is called for keys without a program. One that is kept was recorded before, and
+    # cannot be repeated. Calls on a CPU have no launches to record.
     if key in kept or not (recorder.kind == "cuda" or _dispatch.interpreted()):
         return function(*args)
     with torch.cuda.device(recorder.index), recorder, _dispatch.within(recorder=recorder):

@@ -425,7 +425,7 @@ def _reduced(loss: Tensor, scale: Tensor, reduction: str) -> Tensor:
 
 
 def check_classes(targets: Tensor, classes: int, ignore_index: int) -> None:
-    """Raise ValueError if a target (N) on a CPU is not in [0, classes).
+    """Raise ValueError if a target (N) on a CPU is neither in [0, classes) nor `ignore_index`.
 
     Targets on a GPU are not checked, because the host would have to wait for them.
     """

@@ -165,7 +165,7 @@ def render_for_terminal(records: Records, columns: Sequence[Column], width: int 
     # Broken headings cost lines, so they are used only where the table is too wide.
     if _width(_tabulate(rows, columns, titles)) > width:
         titles = _broken_titles(titles, rows, width)
-    # Leave out one column after the other, until the table fits or one column is left.
+    # The first columns say most, so the last ones go first. A table keeps at least one.
     for shown in range(len(columns), 0, -1):
         cut_rows = [row[:shown] for row in rows]
         text = _tabulate(cut_rows, columns[:shown], titles[:shown])
