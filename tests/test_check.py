@@ -485,9 +485,20 @@ def with_where(context, cases):
     return [on_rank(context, named(model), named(wrap), where=True) for model, wrap, _ in cases]
 
 
-def test_the_first_module_that_differs_is_named():
-    found = run_ranks(with_where, 2, WHERE, deadline_s=200)[0]
-    for (model, wrap, sentence), verdict in zip(WHERE, found, strict=True):
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(WHERE, id="one of each kind"),
+        pytest.param(
+            [("tokens", wrap, SAME) for wrap in WITH_STATE if wrap != "flat_shards"],
+            id="every wrapper",
+            marks=pytest.mark.commands,
+        ),
+    ],
+)
+def test_the_first_module_that_differs_is_named(cases):
+    found = run_ranks(with_where, 2, cases, deadline_s=200)[0]
+    for (model, wrap, sentence), verdict in zip(cases, found, strict=True):
         assert re.match(".*" + sentence, verdict.where), f"{model} under {wrap}: {verdict}"
         assert f"where: {verdict.where}" in str(verdict)
 
