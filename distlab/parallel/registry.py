@@ -229,7 +229,7 @@ _TABLE = [
         has_buckets=True,
         updates="slices",
         frees_gradients=True,
-        does="ZeRO-2: and has 1/N of gradients",
+        does="ZeRO-2: also 1/N of gradients",
     ),
     Strategy(
         name="fsdp",
