@@ -41,6 +41,7 @@ STRATEGIES = (
     "bucketed",
     "sharded-optimizer",
     "zero1",
+    "zero2",
     "fsdp",
     "torch-ddp-tuned",
     "torch-zero",
