@@ -69,8 +69,8 @@ def runnable():
             text = filled_in(command.text)
             words = shlex.split(text)
             ours = arguments_of(words)
-            if ours in (["show"], ["check"]):
-                continue  # named on a page, not to be run without a file or a model
+            if ours in (["show"], ["check"], ["kernel"], ["records"]):
+                continue  # named on a page; it needs arguments
             if ours[:1] == ["run"] and not answers_in_words(ours):
                 restarts = "--max-restarts 1 --name page " if "--max-restarts" in words else ""
                 text = f"python -m launch run {ours[1]} {restarts}--preset smoke"
