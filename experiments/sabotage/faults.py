@@ -33,6 +33,7 @@ from distlab.parallel.bucketed import AllReduce, GradientBucket
 from distlab.parallel.pipeline import Pipeline
 from distlab.parallel.regions import Share
 from distlab.parallel.schedules import Action, gpipe, zero_bubble
+from distlab.parallel.zero import ReduceScatterAndFree
 from kernels.flash_attention import FlashAttention2PyTorch, ops, tiled
 
 
@@ -218,6 +219,14 @@ class SendsEachMicroBatch(BucketedDDP):
 
 
 # -- sharding --------------------------------------------------------------------------------------
+
+
+def add_to_zeroed_means(exchange: ReduceScatterAndFree, bucket: GradientBucket) -> None:
+    """Finish a bucket of ZeRO-2, and add its mean to that of every step before."""
+    bucket.free()
+    # The sum is where zero_grad(), which drops the exchange's own means, does not find it.
+    bucket.sum = getattr(bucket, "sum", 0) + exchange._arriving.pop(bucket)
+    exchange._means[bucket] = bucket.sum
 
 
 class WaitsInOwnersForward(ZeroOptimizer):

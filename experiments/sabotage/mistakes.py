@@ -32,6 +32,7 @@ from distlab.parallel.ddp import DataParallel
 from distlab.parallel.layout import DATA_PARALLEL
 from distlab.parallel.local_optimizer import Params
 from distlab.parallel.pipeline import Pipeline
+from distlab.parallel.zero import ReduceScatterAndFree
 from distlab.train.data import SyntheticTokens
 
 from . import faults
@@ -411,6 +412,13 @@ _ALL = (
         wrap=_bucketing_by(faults.SendsEachMicroBatch),
         task=_PIPED,
         learner=_ADAMW,
+    ),
+    Mistake(
+        name="means not zeroed",
+        check=EQUALITY,
+        symptom="spikes: gradients of all steps add up",
+        healthy="zero2",
+        replaced=(ReduceScatterAndFree, "finish", faults.add_to_zeroed_means),
     ),
     Mistake(
         name="read elsewhere",
