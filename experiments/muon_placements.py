@@ -56,6 +56,7 @@ PLACEMENTS = {  # strategy → placements that it has
     "bucketed": ("all",),
     "sharded-optimizer": ("owner",),
     "zero1": ("gather", "exchange"),
+    "zero2": ("gather", "exchange"),
     "fsdp": ("gather", "exchange"),
 }
 SHARDED = ("gather", "exchange")
