@@ -416,7 +416,7 @@ _ALL = (
     Mistake(
         name="means not zeroed",
         check=EQUALITY,
-        symptom="spikes: gradients of all steps add up",
+        symptom="NaN after a while: gradients of all steps add up",
         healthy="zero2",
         replaced=(ReduceScatterAndFree, "finish", faults.add_to_zeroed_means),
     ),
