@@ -47,7 +47,7 @@ def test_tables_and_code_are_drawn_from_records_and_source(page):
 
 
 def test_rows_with_commas_in_their_names_and_values_of_what_was_varied_can_be_chosen():
-    drawn = table_of("records/kernel_chains/h200-chains.json#one by one;fused, ours", view_of, ROOT)
+    drawn = table_of("records/kernel_chains/h200-all.json#one by one;fused, ours", view_of, ROOT)
     forms = {line.split("|")[2].strip() for line in drawn.splitlines() if "8192×4096" in line}
     assert forms == {"one by one", "fused, ours"}
     source = "records/tuning/h200-all.json?block=256,1024"
