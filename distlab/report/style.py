@@ -17,6 +17,7 @@ from distlab.files import atomic_path
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 # Okabe & Ito's palette (https://jfly.uni-koeln.de/color/), distinguishable with any form of colour
@@ -133,6 +134,9 @@ def picture(path: Path, title: str, height_in: float, *, small: bool = False) ->
         warnings.filterwarnings("ignore", "Glyph .* missing")
         figure = Figure(figsize=(WIDTH_PX / DPI, height_in))
         yield figure
+        for axes in figure.axes:
+            _number_powers(axes.xaxis)
+            _number_powers(axes.yaxis)
         figure.suptitle(textwrap.fill(title, 100), x=0.01, ha="left")
         with atomic_path(path) as temporary:
             # A version of matplotlib in the file would change its bytes without any change of the
@@ -140,6 +144,27 @@ def picture(path: Path, title: str, height_in: float, *, small: bool = False) ->
             figure.savefig(
                 temporary, metadata={"Software": None} if temporary.suffix == ".png" else None
             )
+
+
+def _number_powers(axis: Axis) -> None:
+    """Let a logarithmic axis show plain numbers.
+
+    matplotlib's own format for it is a formula, which would be shown unparsed (`STYLE`).
+    """
+    from matplotlib.ticker import LogFormatter, LogFormatterSciNotation
+
+    class PlainNumbers(LogFormatter):
+        """Numbers at the ticks that the base class chooses: those between powers on short axes."""
+
+        def __call__(self, value: float, position: int | None = None) -> str:
+            return f"{value:,.10g}" if super().__call__(value, position) else ""
+
+    for which in ("major", "minor"):
+        formatter = getattr(axis, f"get_{which}_formatter")()
+        # Ticks with texts of their own have another formatter, and keep it.
+        if isinstance(formatter, LogFormatterSciNotation):
+            plain = PlainNumbers(base=formatter._base, labelOnlyBase=formatter.labelOnlyBase)
+            getattr(axis, f"set_{which}_formatter")(plain)
 
 
 def horizontal(axes) -> None:

@@ -136,6 +136,23 @@ def test_measured_points_take_the_colour_of_their_line(tmp_path, drawn):
     ]
 
 
+@pytest.mark.parametrize(
+    "lengths, numbers",
+    [([128, 65536], {"256", "16,384"}), ([300, 400], {"300", "400"})],
+    ids=["long", "without a power"],
+)
+def test_logarithmic_axes_show_plain_numbers(tmp_path, drawn, lengths, numbers):
+    series = [Series("ours", lengths, [0.01, 20.0])]
+    base = 2 if lengths[0] == 128 else 10
+    lines(tmp_path / "a.png", [Panel("", "length", "ms", series, log_x=base, log_y=True)], title="")
+    (axes,) = drawn[0].axes
+    along_x = {text.get_text() for text in axes.get_xticklabels(which="both")}
+    along_y = {text.get_text() for text in axes.get_yticklabels(which="both")}
+    assert numbers <= along_x
+    assert {"0.1", "1", "10"} <= along_y
+    assert not any("$" in text for text in along_x | along_y)
+
+
 def test_small_panels_say_what_is_not_finite(tmp_path, drawn):
     panels = [
         Panel("", "step", "loss", [Series("good", [1, 2], [2.0, 1.0], line="-"), bad], log_x=None)
