@@ -158,6 +158,17 @@ def test_own_code_is_told_by_its_file(name, expected):
     assert is_own(name) is expected
 
 
+def test_a_users_file_may_have_the_name_of_a_standard_module():
+    assert is_own("trace.py(12): train_step")
+    assert is_own("profile.py(3): <module>")
+    assert is_own("test.py(5): run")
+    # functions that the standard library has
+    assert not is_own("threading.py(982): run")
+    assert not is_own("queue.py(154): get")
+    assert not is_own("threading.py(5): <lambda>")
+    assert not is_own("/usr/lib/python3.12/profile.py(3): train_step")
+
+
 def work_between_operators(value):
     """Compute without torch for `WORK_MS`."""
     end = time.perf_counter() + WORK_MS / 1e3
