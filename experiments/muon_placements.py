@@ -6,7 +6,7 @@
 A row is a strategy with AdamW, or with Muon and a placement: every rank computes all, the owner
 computes and broadcasts, parts are gathered, or exchanged with owners. The bytes that
 orthogonalising sends are compared with the closed form. Its cost does not depend on the tokens of a
-step: with n of them per rank, it is about 4.2·d/(n·ranks) of the model's own FLOPs, d being the
+step: with n of them per rank, it is about 3.8·d/(n·ranks) of the model's own FLOPs, d being the
 shorter side of a matrix. So a step should have the number of tokens that it has in training.
 """
 
