@@ -198,6 +198,9 @@ VIEW = View(
         ms_column("forward_p50_ms", "forward ms"),
         ms_column("backward_p50_ms", "backward ms"),
         ms_column("optimizer_p50_ms", "optimizer ms"),
+        Column("metrics.forward_std_ms", "± std forward ms", ".2f", optional=True),
+        Column("metrics.backward_std_ms", "± std backward ms", ".2f", optional=True),
+        Column("metrics.optimizer_std_ms", "± std optimizer ms", ".2f", optional=True),
         gib_column("metrics.peak_alloc_bytes", "peak GiB", ".2f"),
         gib_column(
             "metrics.predicted_peak_bytes", "predicted GiB", ".2f", missing="", optional=True

@@ -205,11 +205,13 @@ def _metrics(
     kept = {name: times[warmup : warmup + repeats] for name, times in phases.items()}
     step = kept["step"]
     found = {"status": "ok", "first_ms": step[0]}
-    # ddof=1 is the standard deviation of a sample.
-    found |= {"step_mean_ms": float(np.mean(step)), "step_std_ms": float(np.std(step, ddof=1))}
     found |= percentile_metrics("step", step)
     for phase in PHASES:
         found[f"{phase}_p50_ms"] = percentiles(kept[phase])["p50"] if phase in kept else None
+    for phase, times in kept.items():
+        found[f"{phase}_mean_ms"] = float(np.mean(times))
+        # ddof=1 is the standard deviation of a sample.
+        found[f"{phase}_std_ms"] = float(np.std(times, ddof=1))
     found["step_samples_ms"] = step
     p50 = found["step_p50_ms"]
     examples_per_s = trial.options.batch * trial.context.world_size / (p50 / 1e3)
