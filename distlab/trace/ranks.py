@@ -238,6 +238,7 @@ class RankSteps:
             optimizer_ms=sum(each.optimizer_ms for each in accounts) / len(accounts),
             comm_ms=comm_ms,
             exposed_ms=exposed_ms,
+            exposed_gather_ms=sum(each.exposed_gather_ms for each in accounts) / len(accounts),
             # From the sums and not the mean of the steps' percentages: a step with little
             # communication counts little.
             overlap_pct=100 * (1 - exposed_ms / comm_ms) if comm_ms else None,

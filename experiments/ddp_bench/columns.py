@@ -139,6 +139,13 @@ VIEW = View(
             "metrics.exposed_ms", "exposed ms", ".1f", about="the part of it that no compute covers"
         ),
         Column(
+            "metrics.exposed_gather_ms",
+            "exposed gathers ms",
+            ".1f",
+            optional=True,
+            about="the part of that in which parameters are gathered",
+        ),
+        Column(
             "metrics.overlap_pct",
             "overlap %",
             ".0f",

@@ -337,6 +337,7 @@ def explain_rows(
                     "comm_ms": seen.comm_ms,
                     "overlap_pct": seen.overlap_pct,
                     "exposed_ms": seen.exposed_ms,
+                    "exposed_gather_ms": seen.exposed_gather_ms,
                     "traced_step_ms": seen.step_ms,
                 }
                 if context.device.type == "cuda":

@@ -54,7 +54,7 @@ def test_each_millisecond_of_the_step_is_accounted_for():
         event("compute", 90, 104),  # begins before the step
         event("compute", 103, 108),  # overlaps the one before on another stream
         event("communication", 106, 114),
-        event("communication", 107, 112, lane="stream 20"),
+        event("communication", 107, 112, "ncclDevKernel_AllGather_RING_LL", lane="stream 20"),
         event("copy", 113, 116),
         event("compute", 130, 140),
     ]
@@ -64,6 +64,7 @@ def test_each_millisecond_of_the_step_is_accounted_for():
     assert found.comm_ms == 8
     assert found.copy_ms == 2  # beside communication it does not count
     assert found.exposed_ms == 6  # 108 … 114: a copy does not cover communication
+    assert found.exposed_gather_ms == 4  # 108 … 112
     assert found.overlap_pct == 25
     assert found.idle_ms == 4  # 116 … 120
     assert lanes(events) == {

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 from distlab.measure.trace.capture import NEXT, OPTIMIZER, PHASES, STEP
 from distlab.measure.trace.intervals import Cover, Interval, intersect, subtract, total
+from distlab.measure.trace.names import operation_of
 from distlab.measure.trace.reader import Event
 
 
@@ -45,6 +46,8 @@ class StepAccount:
         optimizer_ms: ms of `compute_ms` that belong to the optimizer.
         comm_ms: ms in which communication ran.
         exposed_ms: ms of `comm_ms` in which no compute ran. Copies do not cover communication.
+        exposed_gather_ms: ms of `exposed_ms` in which an all-gather ran, for which parameters are
+            usually the reason.
         overlap_pct: share of `comm_ms` that compute covers, in %. None without communication.
         copy_ms: ms of copies during which neither compute nor communication ran.
         idle_ms: ms in which nothing ran.
@@ -56,6 +59,7 @@ class StepAccount:
     optimizer_ms: float
     comm_ms: float
     exposed_ms: float
+    exposed_gather_ms: float
     overlap_pct: float | None
     copy_ms: float
     idle_ms: float
@@ -78,6 +82,7 @@ def account(events: Sequence[Event], window: Interval | None = None) -> StepAcco
     compute = _inside(events, "compute", window)
     comm = _inside(events, "communication", window)
     copies = _inside(events, "copy", window)
+    gathers = _inside(filter(_is_all_gather, events), "communication", window)
     # The parts are cut in the order of the module's docstring: each is what those before it leave.
     exposed = subtract(comm, compute)
     only_copies = subtract(copies, [*compute, *comm])
@@ -94,11 +99,16 @@ def account(events: Sequence[Event], window: Interval | None = None) -> StepAcco
         optimizer_ms=total(_inside(optimizer_events, "compute", window)),
         comm_ms=comm_ms,
         exposed_ms=exposed_ms,
+        exposed_gather_ms=total(subtract(gathers, compute)),
         overlap_pct=overlap_pct,
         copy_ms=total(only_copies),
         idle_ms=total(idle),
         kernels=_time_by_kernel(other_events, window),
     )
+
+
+def _is_all_gather(event: Event) -> bool:
+    return operation_of(event.name) == "all_gather"
 
 
 def explain(step: StepAccount, local: StepAccount) -> dict[str, float]:
