@@ -52,26 +52,12 @@ MERGED = {
     "activation_checkpointing": "model_benchmark",
     "allreduce_sweep": "collectives",
     "attention_memory": "attention_sweep",
-    **dict.fromkeys(("hardware_effects", "tuning"), "gpu_lessons"),
-    **dict.fromkeys(("predict_published", "predict_steps"), "predict"),
+    "tuning": "gpu_lessons",
 }
 
 # Experiment of then → what the configuration of its rows says now.
 SAID_NOW = {
     "activation_checkpointing": {"mode": "forward_backward", "checkpointing": "as the row says"}
-}
-
-# Ratios that were the other ÷ ours, and are ours ÷ the other now. Experiment → metric of then → of
-# now.
-TURNED = {
-    "kernel_roofline": {"speed_up": "over_naive"},
-    "kernel_chains": {"speed_up": "over_builtin", "speed_up_over_fp32": "over_naive"},
-    "kernel_comparison": {
-        "speed_up": "over_naive",
-        "over_same_dtype": "over_builtin",
-        "peer_over_ours": "over_peer",
-        "peer_over_ours_wall": "over_peer_wall",
-    },
 }
 
 # JSON has no NaN and no infinity; strings keep the file valid for every reader and come back as
@@ -220,12 +206,6 @@ def _as_now(record: Record) -> Record:
     """Return a record with the present names of experiments and metrics."""
     experiment = record.experiment
     metrics = {_present_name(name): value for name, value in record.metrics.items()}
-    for old, new in TURNED.get(experiment, {}).items():
-        for kind in ("", "predicted_"):
-            # A ratio and its prediction were turned around together.
-            value = metrics.pop(kind + old, None)
-            if value is not None:
-                metrics[kind + new] = 1 / value
     config = record.config | SAID_NOW.get(experiment, {})
     return dataclasses.replace(
         record, experiment=MERGED.get(experiment, experiment), config=config, metrics=metrics
