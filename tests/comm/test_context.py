@@ -3,13 +3,15 @@
 import socket
 import textwrap
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from distlab.comm import context as context_module
 from distlab.comm import rank_context
-from distlab.comm.context import choose_device
+from distlab.comm.context import RankEnvironment, choose_device
 from distlab.testing import run_ranks
 from tests.commands import python
 
@@ -113,6 +115,31 @@ def test_an_environment_that_cannot_be_is_refused_before_anybody_waits(
     with pytest.raises(ValueError, match=expected), rank_context(backend="gloo", timeout_s=30):
         pass
     assert time.monotonic() - begin < 5 and not dist.is_initialized()
+
+
+@pytest.mark.parametrize("hosts, sees_the_first", [("1", False), ("2", True)])
+def test_a_restarted_job_does_not_see_the_addresses_of_its_first_attempt(
+    monkeypatch, hosts, sees_the_first
+):
+    """Hosts count their restarts for themselves, so several hosts must share all keys."""
+    monkeypatch.setenv("GROUP_WORLD_SIZE", hosts)
+    served = dist.HashStore()  # torchrun's agent keeps one store for all attempts
+    monkeypatch.setattr(context_module, "_rendezvous", lambda place, timeout: served)
+    stores = []
+    for restarts in range(2):
+        place = RankEnvironment(
+            launched=True,
+            rank=0,
+            local_rank=0,
+            world_size=1,
+            local_world_size=1,
+            restarts=restarts,
+        )
+        stores.append(context_module._torchrun_store(place, timedelta(seconds=5)))
+    first, second = stores
+    first.set("address", "of a rank that is dead")
+    assert first.check(["address"])
+    assert second.check(["address"]) == sees_the_first
 
 
 def by_hand(rank, port):
