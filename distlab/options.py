@@ -307,6 +307,8 @@ def _add_argument(
     if not option.declaration.positional:
         if option.takes_several and option.kind is not bool:
             keywords["nargs"] = "+"
+            # `--wrap a --wrap b` means both, as `--wrap a b` does.
+            keywords["action"] = "extend"
         parser.add_argument(option.flag, dest=option.name, **keywords)
         return
     is_required = option.default is MISSING

@@ -58,6 +58,9 @@ HIGH_PRICE = 0.5
 PROMPT_MS = 0.05
 # Idle time between two kernels of a queue that is not empty is shorter than this.
 GAP_MS = 0.003
+# An idle interval of this length comes from something that Python does between two operators, and
+# not from the time that every operator takes in Python.
+LONG_GAP_MS = 5.0
 # Bytes below which latency dominates, where the trace has no larger message to tell the bandwidth.
 SMALL_BYTES = 256 * 1024
 LARGE_BYTES = 16 * SMALL_BYTES  # bytes from which on NCCL uses several CTAs, if it may
@@ -101,6 +104,8 @@ class Finding:
         late_rank, behind: as in `Blame`.
         frame: Python frame in which the host mostly is while the device waits for it, or None.
         is_price: True for contention that costs much less than the communication that it hides.
+        long_gaps: number of intervals of at least `LONG_GAP_MS` in an average step, if these are at
+            least half of `ms`, else 0.
     """
 
     cause: str
@@ -113,6 +118,7 @@ class Finding:
     behind: str | None
     frame: str | None
     is_price: bool = False
+    long_gaps: float = 0.0
 
     @property
     def is_large(self) -> bool:
@@ -138,12 +144,23 @@ class Finding:
                 f"{self.late_rank} less of it, or find out why its {self.behind or 'step'} is "
                 "slower."
             )
-        said = _SENTENCES[self.cause].format(much=much, where=where, detail=self.detail)
+        has_gaps = self.cause == PYTHON and self.long_gaps > 0
+        sentence = _LONG_GAPS if has_gaps else _SENTENCES[self.cause]
+        said = sentence.format(
+            much=much, where=where, detail=self.detail, gaps=f"{self.long_gaps:.3g}"
+        )
+        if has_gaps and self.frame is None:
+            said += " A trace with with_stack=True shows in which function."
         if self.frame is not None:
             said += f" Meanwhile Python is mostly in {self.frame}."
         return said
 
 
+# For `PYTHON` with few long intervals in place of many short ones.
+_LONG_GAPS = (
+    "No operator runs for {much} {where}, mostly {detail}. Long gaps per step: {gaps}. Python does "
+    "something else there, such as waiting or preparing data."
+)
 _SENTENCES = {
     SMALL: (
         "Small messages cost {much} {where}, mostly {detail}: their latency counts, not their "
@@ -245,6 +262,8 @@ def findings(ranks: Sequence[RankSteps]) -> tuple[list[Finding], list[Blame]]:
         if frames[rank] is not None:
             frame = frames[rank].mostly_in(idle)
         hidden_ms = means[rank].comm_ms - means[rank].exposed_ms
+        gaps_ms = [blame.ms for blame in by_rank[rank] if blame.ms >= LONG_GAP_MS]
+        is_in_gaps = sum(gaps_ms) >= 0.5 * sums[rank] * steps[rank]
         finding = Finding(
             cause=cause,
             ms=sums[rank],
@@ -256,6 +275,7 @@ def findings(ranks: Sequence[RankSteps]) -> tuple[list[Finding], list[Blame]]:
             behind=reasons.most_common(1)[0][0],
             frame=frame,
             is_price=cause == CONTENTION and sums[rank] < HIGH_PRICE * hidden_ms,
+            long_gaps=len(gaps_ms) / steps[rank] if is_in_gaps else 0.0,
         )
         listed.append(finding)
     return sorted(listed, key=lambda finding: _place(finding, cost_ms)), exposed

@@ -121,13 +121,15 @@ def changed_causes(old: Explanation, new: Explanation) -> list[str]:
     """Return a sentence for every large cause that only one of two explanations has."""
     before = {finding.cause: finding for finding in old.findings if finding.is_large}
     after = {finding.cause: finding for finding in new.findings if finding.is_large}
+    small = {finding.cause: finding for finding in new.findings if not finding.is_large}
     said = []
     for cause, finding in after.items():
         if cause not in before:
             said.append(f"New cause: {cause}, {finding.ms:.2f} ms per step.")
     for cause, finding in before.items():
         if cause not in after:
-            said.append(f"No longer: {cause}, {finding.ms:.2f} ms per step before.")
+            now = f"now {small[cause].ms:.2f} ms" if cause in small else "now none"
+            said.append(f"No longer large: {cause}, {finding.ms:.2f} ms per step before, {now}.")
     return said
 
 

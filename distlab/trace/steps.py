@@ -53,6 +53,11 @@ def find_steps(trace: Trace, window: Interval | None = None) -> Steps:
     end_ms = max(event.end_ms for event in work)
     if window is not None:
         begin, end = window
+        if end > end_ms and begin <= end_ms:
+            raise ValueError(
+                f"the window ends after {end:g} ms, {trace.path} after {end_ms:.1f} ms: give an "
+                "end up to that"
+            )
         if not any(event.start_ms < end and event.end_ms > begin for event in work):
             raise ValueError(
                 f"{trace.path} has no work from {begin:g} to {end:g} ms; it has some from "

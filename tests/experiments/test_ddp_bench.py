@@ -116,6 +116,22 @@ def test_a_row_without_memory_says_so_and_the_sweep_goes_on(where):
     assert said == ("", line * (where != "construction"))
 
 
+def test_an_option_that_is_given_twice_keeps_both():
+    words = [
+        "--strategies",
+        "local",
+        "--strategies",
+        "zero1,fsdp",
+        "--rounds",
+        "2",
+        "--rounds",
+        "3",
+    ]
+    config, _ = ddp_bench.EXPERIMENT.chosen(ddp_bench.EXPERIMENT.parser().parse_args(words))
+    assert config.strategies == ("local", "zero1", "fsdp")
+    assert config.rounds == 3  # of an option with one value, the last
+
+
 def ended(context, out, fault):
     """Return exit code, stdout and stderr of a run in which something happens on this rank."""
     arguments = [*SMOKE_ARGUMENTS, "--strategies=local,naive,flat", f"--out={out}", "--name=run"]

@@ -61,6 +61,12 @@ def test_a_run_against_itself_has_changed_nothing(runs):
     assert changed_causes(explanation, explanation) == []
 
 
+def test_a_cause_that_fell_below_the_limit_is_said_with_what_is_left(runs):
+    healthy, with_straggler = map(explain_traces, runs)
+    said = changed_causes(with_straggler, healthy)
+    assert said[0].startswith("No longer large: straggler, 6.00 ms per step before, now ")
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

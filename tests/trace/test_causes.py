@@ -134,6 +134,8 @@ def test_steps_are_found_by_repetition_and_by_a_window(tmp_path):
     assert parts_of(explanation.ranks[0].mean)["step"] == 20
     with pytest.raises(ValueError, match="has no work from 400 to 500 ms"):
         explain_traces(paths, window=(400.0, 500.0))
+    with pytest.raises(ValueError, match="the window ends after 500 ms"):
+        explain_traces(paths, window=(40.0, 500.0))
 
 
 def test_ranks_with_other_steps_are_compared_where_they_meet(tmp_path):

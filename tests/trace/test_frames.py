@@ -169,6 +169,22 @@ def test_a_users_file_may_have_the_name_of_a_standard_module():
     assert not is_own("/usr/lib/python3.12/profile.py(3): train_step")
 
 
+@pytest.mark.parametrize(
+    "length_ms, said", [(15, "Long gaps per step: 1. Python does"), (1.5, "Compile the model")]
+)
+def test_one_long_gap_is_told_from_many_short_ones(tmp_path, length_ms, said):
+    """Without a GPU: operators, and as much time without any."""
+
+    def step(writer, begin):
+        for start in range(int(15 / length_ms)):
+            at = begin + 2 * length_ms * start
+            writer.span("cpu_op", "aten::mm", at, at + 0.99 * length_ms)
+
+    found, _ = finding(tmp_path, step, "between operators")
+    assert said in found.sentence
+    assert ("with_stack=True" in found.sentence) == (length_ms == 15)
+
+
 def work_between_operators(value):
     """Compute without torch for `WORK_MS`."""
     end = time.perf_counter() + WORK_MS / 1e3
