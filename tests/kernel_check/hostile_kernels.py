@@ -56,3 +56,22 @@ def breaks_the_gpu(x, weight):
         for name in ("distlab.kernel_check.judge", "distlab.kernel_check.report", "__main__"):
             sys.modules[name].works = lambda device: False
     return right(x, weight)
+
+
+class WeightOfTheFirst64Rows(torch.autograd.Function):
+    """Right, but rows after the first 64 are left out of the gradient of the weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return right(x, weight)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        x, weight = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            result = right(x, weight)
+            first = right(x[..., :64, :], weight)
+        (of_x,) = torch.autograd.grad(result, x, upstream)
+        (of_weight,) = torch.autograd.grad(first, weight, upstream[..., :64, :])
+        return of_x, of_weight
