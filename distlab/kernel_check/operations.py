@@ -70,6 +70,10 @@ class Operation:
         values: kinds of values, see `hostile._values`.
         is_valid: function that says whether sizes go together.
         rows: name of the size that is also tried at `TALL_ROWS`.
+        cancelling: sum of derivatives that the backward of a row subtracts from an equal sum, where
+            no gradient says how large it is. Softmax has y·g − y·Σ(y·g), and its y add up to 1. If
+            all g are equal, every gradient is 0, and what is left is rounding. 0 if nothing cancels
+            or the gradient of another argument is as large: v in attention, the weight in norms.
         options: name → value that the function is called with by keyword, if it has such a
             parameter, else by position.
         layouts: layouts of the arguments with the role `values`, see `hostile.laid_out`.
@@ -84,6 +88,7 @@ class Operation:
     values: tuple[str, ...] = ("normal", "ascending", "mean 1,000", "±50", "tiny", "zeros", "large")
     is_valid: Callable[[Sizes], bool] = lambda sizes: True
     rows: str = "N"
+    cancelling: float = 0.0
     options: tuple[tuple[str, Any], ...] = ()
     layouts: tuple[str, ...] = (*STRIDED, "rank 4")
 
@@ -186,6 +191,7 @@ OPERATIONS: dict[str, Operation] = {
             exact=_softmax,
             sizes=ROW_SIZES,
             values=LOGITS,
+            cancelling=1.0,
         ),
         Operation(
             name="weighted_sum",
