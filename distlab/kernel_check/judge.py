@@ -33,6 +33,11 @@ OF_LARGEST = 0.05
 # `ROUNDINGS`: what is left where a backward subtracts equal numbers, as attention does for a query
 # with one key. The exact gradient is then 0, and so is that of torch's own operation.
 OF_LARGEST_GRADIENT = 1.0
+# Error of a gradient that is allowed relative to the largest upstream gradient, times what cancels
+# (`Operation.cancelling`), in units of fp32's eps, in which kernels compute. Softmax that is
+# differentiated through the maximum collects the rounding of a whole row in one element. 2 is the
+# largest seen, of rows of up to 1,000 elements.
+OF_UPSTREAM = 4
 
 # What is wrong after an illegal or misaligned access on a GPU. The process can compute no more.
 BREAKS_GPU = "breaks the GPU's context"
@@ -309,6 +314,7 @@ class Expected:
         exact: those of torch in float64.
         near: the same for inputs that differ by a rounding of fp32.
         usual: those of torch in the dtype of the case.
+        cancelled: size of what the backward subtracts from an equal number, at most.
     """
 
     def __init__(self, operation: Operation, case: Case, tensors: Sequence[Tensor]) -> None:
@@ -317,6 +323,10 @@ class Expected:
         near = _reference(operation, case, tensors, torch.float64, is_rounded=True)
         self.near = near.to_cpu()
         self.usual = _reference(operation, case, tensors, self.dtype).to_cpu()
+        self.cancelled = 0.0
+        if case.upstream is not None:
+            upstream = [upstream_of(result, case) for result in self.usual.results]
+            self.cancelled = operation.cancelling * max(map(_largest, upstream))
 
     def is_nan_of(self, found: Run) -> bool:
         """Return whether some element is NaN that is a number in the exact result."""
@@ -352,6 +362,8 @@ class Expected:
             )
         eps = ROUNDINGS[self.dtype] * torch.finfo(self.dtype).eps
         largest = max(map(_largest, self.exact.gradients.values()), default=0.0)
+        of_largest = OF_LARGEST_GRADIENT * eps * largest
+        of_upstream = OF_UPSTREAM * torch.finfo(torch.float32).eps * self.cancelled
         for name, gradient in found.gradients.items():
             where = f"gradient of {name}"
             if gradient is None:
@@ -363,7 +375,7 @@ class Expected:
                 self.near.gradients[name],
                 self.usual.gradients[name],
                 self.dtype,
-                of_all=OF_LARGEST_GRADIENT * eps * largest,
+                of_all=of_largest + of_upstream,
             )
 
 
@@ -469,12 +481,21 @@ def _compare(
     if too_large.any():
         at = int(torch.where(too_large, errors, -1.0).argmax())
         place = tuple(int(each) for each in torch.unravel_index(torch.tensor(at), exact.shape))
+        found, wanted = _distinct(mine.flatten()[at].item(), exact.flatten()[at].item())
         raise Wrong(
             name,
             f"{name}: {int(too_large.sum())} of {mine.numel()} elements are wrong. At {place} it "
-            f"is {mine.flatten()[at]:.6g}, and exact is {exact.flatten()[at]:.6g} (torch's own "
-            f"error: {usual_error:.1e})",
+            f"is {found}, and exact is {wanted} (torch's own error: {usual_error:.1e})",
         )
+
+
+def _distinct(one: float, other: float) -> tuple[str, str]:
+    """Return two different numbers with six digits, or with as many more as they need to differ."""
+    for digits in range(6, 18):  # 17 digits tell any two numbers of float64 apart
+        texts = (f"{one:.{digits}g}", f"{other:.{digits}g}")
+        if texts[0] != texts[1]:
+            break
+    return texts
 
 
 def _largest(errors: Tensor) -> float:

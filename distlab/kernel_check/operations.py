@@ -26,6 +26,10 @@ EPS = 1e-5
 # Sizes around those of common tiles: one more, one less, one element, and no power of two.
 COLUMNS = (1, 2, 15, 16, 17, 24, 31, 33, 63, 64, 65, 100, 127, 129, 255, 257, 513, 1000)
 ROWS = (1, 2, 3, 5, 16, 17, 33)
+# Rows around the tiles of 64 and 128 that kernels cut them into. A sum over rows that stops after
+# the first tile is right on fewer. They are tried with few columns, because Triton's interpreter
+# takes time for each row.
+TALL_ROWS = (63, 64, 65, 127, 128, 129)
 # Layouts of any rank. Functions that take (…, D) also get inputs with more dimensions.
 STRIDED = ("contiguous", "transposed", "sliced", "every second", "expanded")
 LENGTHS = (1, 3, 15, 16, 17, 31, 33, 64, 65, 100)
@@ -65,6 +69,11 @@ class Operation:
         sizes: name of a size → candidates. The first combination of small ones is the plain case.
         values: kinds of values, see `hostile._values`.
         is_valid: function that says whether sizes go together.
+        rows: name of the size that is also tried at `TALL_ROWS`.
+        cancelling: sum of derivatives that the backward of a row subtracts from an equal sum, where
+            no gradient says how large it is. Softmax has y·g − y·Σ(y·g), and its y add up to 1. If
+            all g are equal, every gradient is 0, and what is left is rounding. 0 if nothing cancels
+            or the gradient of another argument is as large: v in attention, the weight in norms.
         options: name → value that the function is called with by keyword, if it has such a
             parameter, else by position.
         layouts: layouts of the arguments with the role `values`, see `hostile.laid_out`.
@@ -78,8 +87,15 @@ class Operation:
     sizes: dict[str, Sequence[int]]
     values: tuple[str, ...] = ("normal", "ascending", "mean 1,000", "±50", "tiny", "zeros", "large")
     is_valid: Callable[[Sizes], bool] = lambda sizes: True
+    rows: str = "N"
+    cancelling: float = 0.0
     options: tuple[tuple[str, Any], ...] = ()
     layouts: tuple[str, ...] = (*STRIDED, "rank 4")
+
+    def candidates(self, name: str) -> list[int]:
+        """Return all values of a size, the smallest first."""
+        tall = TALL_ROWS if name == self.rows else ()
+        return sorted({*self.sizes[name], *tall})
 
 
 def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -175,6 +191,7 @@ OPERATIONS: dict[str, Operation] = {
             exact=_softmax,
             sizes=ROW_SIZES,
             values=LOGITS,
+            cancelling=1.0,
         ),
         Operation(
             name="weighted_sum",
@@ -223,6 +240,7 @@ OPERATIONS: dict[str, Operation] = {
             sizes={"B": (1, 3), "T": ROWS, "D": (2, 16, 30, 64, 96, 128)},
             values=("normal", "mean 1,000", "tiny"),
             is_valid=_even_width,
+            rows="T",
             layouts=STRIDED,
         ),
         Operation(
@@ -263,6 +281,7 @@ OPERATIONS: dict[str, Operation] = {
             exact=torch.matmul,
             sizes={"M": LENGTHS, "K": (*LENGTHS, 257), "N": LENGTHS},
             values=PRODUCTS,
+            rows="M",
             layouts=STRIDED,
         ),
         Operation(
@@ -277,6 +296,7 @@ OPERATIONS: dict[str, Operation] = {
             exact=_attention,
             sizes={**ATTENTION_SIZES, "T": LENGTHS, "S": LENGTHS},
             values=("normal", "±50", "constant", "zeros", "tiny"),
+            rows="T",
             layouts=STRIDED,
         ),
         Operation(
@@ -291,6 +311,7 @@ OPERATIONS: dict[str, Operation] = {
             exact=_causal_attention,
             sizes={**ATTENTION_SIZES, "T": LENGTHS},
             values=("normal", "±50", "constant", "zeros", "tiny"),
+            rows="T",
             options=(("is_causal", True),),
             layouts=STRIDED,
         ),

@@ -56,3 +56,48 @@ def breaks_the_gpu(x, weight):
         for name in ("distlab.kernel_check.judge", "distlab.kernel_check.report", "__main__"):
             sys.modules[name].works = lambda device: False
     return right(x, weight)
+
+
+class WeightOfTheFirst64Rows(torch.autograd.Function):
+    """Right, but rows after the first 64 are left out of the gradient of the weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return right(x, weight)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        x, weight = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            result = right(x, weight)
+            first = right(x[..., :64, :], weight)
+        (of_x,) = torch.autograd.grad(result, x, upstream)
+        (of_weight,) = torch.autograd.grad(first, weight, upstream[..., :64, :])
+        return of_x, of_weight
+
+
+def softmax_through_the_maximum(x):
+    """Right, but the gradient of the maximum is computed. It is the rounding of a whole row."""
+    values = x.float()
+    largest = values.amax(-1, keepdim=True)
+    largest = torch.where(largest == float("-inf"), 0.0, largest)
+    powered = (values - largest).exp()
+    return (powered / powered.sum(-1, keepdim=True)).to(x.dtype)
+
+
+class SoftmaxOffset(torch.autograd.Function):
+    """Softmax whose gradient is too large by 16 roundings of the upstream gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.softmax(-1)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            result = x.softmax(-1)
+        (of_x,) = torch.autograd.grad(result, x, upstream)
+        return of_x + 16 * torch.finfo(torch.float32).eps * upstream.abs()

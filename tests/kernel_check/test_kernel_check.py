@@ -73,6 +73,47 @@ def test_what_a_kernel_must_not_do_is_named(function, kind):
     assert report.findings[kind].smallest == "N=1 D=1, fp32"
 
 
+def test_rows_after_the_first_tile_count_in_the_gradient_of_a_weight():
+    kernel = hostile_kernels.WeightOfTheFirst64Rows
+    report = check_kernel(kernel, "rms_norm", count=0, device="cpu")
+    (finding,) = report.findings.values()
+    assert finding.kind == "gradient of weight" and finding.smallest == "N=65 D=1, fp32", report
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_rows_after_two_tiles_of_64_are_tried(name):
+    operation = OPERATIONS[name]
+
+    def kernel(*tensors):
+        results = judge.as_tuple(operation.exact(*tensors))
+        is_wrong = tensors[0].shape[-2] > 128
+        results = tuple(result * 2 if is_wrong else result for result in results)
+        return results if len(results) > 1 else results[0]
+
+    report = check_kernel(kernel, name, backward=False, count=0, device="cpu")
+    smallest = report.findings["result 1" if name == "add_rms_norm" else "result"].smallest
+    assert f"{operation.rows}=129" in smallest.split(",")[0].split(), report
+
+
+def test_rounding_of_a_gradient_that_cancels_is_no_mistake():
+    """With equal upstream gradients, all gradients of softmax are 0 in exact arithmetic."""
+    report = check_kernel(hostile_kernels.softmax_through_the_maximum, "softmax", device="cpu")
+    assert report.is_right and report.has_backward, report
+
+
+def test_more_than_rounding_of_a_gradient_that_cancels_is_a_mistake():
+    report = check_kernel(hostile_kernels.SoftmaxOffset, "softmax", count=0, device="cpu")
+    assert report.wrong["gradient of x"] > 20, report
+
+
+def test_a_finding_has_the_digits_that_differ():
+    def kernel(x):
+        return x.softmax(-1) * (1 + 3e-6)
+
+    report = check_kernel(kernel, "softmax", backward=False, count=0, device="cpu")
+    assert "it is 1.000003, and exact is 1 " in report.findings["result"].detail, report
+
+
 @pytest.fixture(autouse=True)
 def away(tmp_path, monkeypatch):
     """Write the pages of runs into a folder of the test."""
