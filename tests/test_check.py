@@ -924,6 +924,12 @@ def no_messages(module, group):
     return module, lambda: None
 
 
+def another_batch():
+    """A batch that does not draw from its generator."""
+    module, batch, loss = mlp()
+    return module, lambda size, generator: batch(size, None), loss
+
+
 def first_step_size(model):
     device = torch.device("cpu")
     task = own_task(f"{HERE}:{model.__name__}", 4)
@@ -992,6 +998,7 @@ def a_copy(module, group):
     [
         (no_module, ddp, "it returned NoneType"),
         (random_in_forward, "flat", r"forward or loss is random, .*call random.seed"),
+        (another_batch, "flat", r"different batches for one seed: draw with generator=generator"),
         (no_numbers, "flat", "not a number in one process either"),
         (mlp, deadlock, r"waited 2 s \(--timeout\) in a collective that the others did not join"),
         (mlp, raises, r"failed at test_check.py:\d+ \(KeyError: 'no such layer'"),
