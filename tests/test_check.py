@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distlab.bench.task import own_task
 from distlab.check import check, messages, on_rank, signatures
+from distlab.check.reference import step_size
 from distlab.testing import check_gradients, run_ranks
 from experiments.sabotage.mistakes import MISTAKES
 from tests import check_matrix
@@ -878,6 +879,82 @@ def random_in_forward():
     return module, batch, lambda model, batch: loss(model, batch) * (1 + time.perf_counter() % 1)
 
 
+class Counting(nn.Module):
+    """A module whose output, or its gradient, grows with the calls of forward."""
+
+    def __init__(self, module, in_buffer=False, in_gradient=False):
+        super().__init__()
+        self.module, self.in_gradient = module, in_gradient
+        if in_buffer:
+            self.register_buffer("calls", torch.tensor(0))
+        else:
+            self.calls = 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        outputs = self.module(inputs)
+        scaled = outputs * (1 + int(self.calls))
+        return outputs.detach() + scaled - scaled.detach() if self.in_gradient else scaled
+
+
+def counts_calls():
+    module, batch, loss = mlp()
+    return Counting(module), batch, loss
+
+
+def counts_in_gradient():
+    module, batch, loss = mlp()
+    return Counting(module, in_gradient=True), batch, loss
+
+
+def counts_in_loss():
+    module, batch, loss = mlp()
+    counting = Counting(nn.Identity())
+    return module, batch, lambda model, batch: counting(loss(model, batch))
+
+
+def counts_in_buffer():
+    module, batch, loss = with_statistics()
+    return Counting(module, in_buffer=True), batch, loss
+
+
+def no_messages(module, group):
+    for tensor in module.state_dict().values():
+        dist.broadcast(tensor, 0, group)
+    return module, lambda: None
+
+
+def another_batch():
+    """A batch that does not draw from its generator."""
+    module, batch, loss = mlp()
+    return module, lambda size, generator: batch(size, None), loss
+
+
+def first_step_size(model):
+    device = torch.device("cpu")
+    task = own_task(f"{HERE}:{model.__name__}", 4)
+    return step_size(task, task.batches(0, 0, device)[0], 0, device)
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (counts_calls, "the forward depends on how often it was called: .* gave the loss"),
+        (counts_in_gradient, "the forward depends on how often it was called: .* gave gradients"),
+        (counts_in_loss, "forward or loss is random, or depends on how often it was called"),
+    ],
+)
+def test_a_model_that_counts_its_calls_is_refused(model, message):
+    with pytest.raises(ValueError, match=message):
+        first_step_size(model)
+
+
+def test_a_count_in_a_buffer_is_checked():
+    assert first_step_size(counts_in_buffer) > 0
+    verdict = check_gradients(counts_in_buffer, no_messages)
+    assert {each.signature for each in verdict.findings} >= {signatures.OWN}
+
+
 def no_numbers():
     module, batch, loss = mlp()
     return module, batch, lambda model, batch: loss(model, batch) * float("nan")
@@ -920,7 +997,8 @@ def a_copy(module, group):
     "model, wrap, message",
     [
         (no_module, ddp, "it returned NoneType"),
-        (random_in_forward, "flat", r"random in forward.*call random.seed"),
+        (random_in_forward, "flat", r"forward or loss is random, .*call random.seed"),
+        (another_batch, "flat", r"different batches for one seed: draw with generator=generator"),
         (no_numbers, "flat", "not a number in one process either"),
         (mlp, deadlock, r"waited 2 s \(--timeout\) in a collective that the others did not join"),
         (mlp, raises, r"failed at test_check.py:\d+ \(KeyError: 'no such layer'"),

@@ -41,7 +41,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from distlab.cli_errors import is_out_of_memory
 from distlab.comm import RankContext, collectives
@@ -282,7 +282,7 @@ def examined(name: str, task: Task, context: RankContext, seed: int = 0) -> list
 
     Raises:
         ValueError: the user's code failed, with its place, or the loss is not a scalar with a
-            gradient.
+            gradient, or one seed gives different batches.
     """
     module = task.build(seed, context.device)
     trainable = {key: value for key, value in module.named_parameters() if value.requires_grad}
@@ -292,6 +292,14 @@ def examined(name: str, task: Task, context: RankContext, seed: int = 0) -> list
         module.zero_grad(set_to_none=True)
         with blamed(name, "batch(size, generator)"):
             (batch,) = task.batches(context.rank, step, context.device)
+            # The generator is seeded by rank and step, so a second call has one of the same seed.
+            (again,) = task.batches(context.rank, step, context.device)
+        # A comparison with one process draws each batch again there.
+        if not _same_tensors(batch, again):
+            raise ValueError(
+                f"--model {name}: batch(size, generator) returned different batches for one seed: "
+                "draw with generator=generator"
+            )
         with blamed(name, "loss(model, batch)"):
             loss = mean_loss(task.loss_fn(module, batch))
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -309,6 +317,24 @@ def examined(name: str, task: Task, context: RankContext, seed: int = 0) -> list
         unused.append(frozenset(key for key, value in trainable.items() if value.grad is None))
     everyone = collectives.gather_objects(unused, context.group)
     return [each for rank in everyone for each in rank]
+
+
+def _same_tensors(first: Any, second: Any) -> bool:
+    """Return True if two batches hold the same dense tensors. Other objects are not compared."""
+    ours = [each for each in tree_leaves(first) if isinstance(each, Tensor)]
+    theirs = [each for each in tree_leaves(second) if isinstance(each, Tensor)]
+    if len(ours) != len(theirs):
+        return False
+    for one, other in zip(ours, theirs, strict=True):
+        # Sparse and nested tensors have no elementwise comparison.
+        if one.layout != torch.strided or other.layout != torch.strided:
+            continue
+        if one.shape != other.shape:
+            return False
+        # A NaN differs from itself, and may be the same one in both.
+        if ((one != other) & (one == one)).any():
+            return False
+    return True
 
 
 @contextmanager

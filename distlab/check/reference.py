@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distlab.bench.task import Task
 from distlab.check.messages import exchange
-from distlab.check.tensors import Tensors, copies, wide
+from distlab.check.tensors import Tensors, copies, load, wide
 from distlab.check.weights import Weights, seen_in, weights_of
 from distlab.check.where import Calls, Trace
 from distlab.comm import RankContext
@@ -23,6 +23,10 @@ from distlab.train.step import mean_loss
 OWN_BUFFERS = "each rank's own"
 EACH_STEP = "rank 0's, from the begin of each step on"
 EACH_FORWARD = "rank 0's, before each forward"
+
+# Largest relative difference of two losses, and of two gradients, of the same weights and batch.
+SAME_LOSS = 1e-6
+SAME_GRADIENTS = 1e-3
 
 
 def step_size(task: Task, batch: Any, seed: int, device: torch.device) -> float:
@@ -35,20 +39,9 @@ def step_size(task: Task, batch: Any, seed: int, device: torch.device) -> float:
     parameters.
 
     Raises:
-        ValueError: the same weights and batch give two losses.
+        ValueError: the same weights and batch give two losses, or two gradients.
     """
-    # Two fresh models with the same seed on the same batch: only a forward that is random itself
-    # can differ.
-    with torch.no_grad():
-        first, second = (
-            mean_loss(task.loss_fn(task.build(seed, device), batch)).item() for _ in range(2)
-        )
-    if abs(first - second) > 1e-6 * abs(first):
-        raise ValueError(
-            "the model is random in forward: one batch and the same weights gave the losses "
-            f"{first:.6g} and {second:.6g}; draw from torch's generator, which is seeded before "
-            "each batch, or call random.seed(0) or numpy.random.seed(0) in loss(model, batch)"
-        )
+    _refuse_unrepeatable(task, batch, seed, device)
     module = task.build(seed, device)
     halves = [p for p in module.parameters() if p.requires_grad and p.element_size() == 2]
     if not halves:
@@ -65,6 +58,64 @@ def step_size(task: Task, batch: Any, seed: int, device: torch.device) -> float:
     # The update has the norm lr · slope, so this lr makes it 8 eps · size. A parameter's last bit
     # is eps of it.
     return max(task.lr, 8 * eps * size / slope)
+
+
+def _refuse_unrepeatable(task: Task, batch: Any, seed: int, device: torch.device) -> None:
+    """Raise ValueError if the same weights and batch give two losses, or two gradients.
+
+    The copy of the model repeats each batch to measure its noise. A change that is no rounding
+    would count as noise, and the check would accept any gradient.
+    """
+    fresh = mean_loss(task.loss_fn(task.build(seed, device), batch)).item()
+    module = task.build(seed, device)
+    before = {
+        name: tensor.detach().clone()
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    }
+    first, gradients = _loss_and_gradients(task, module, batch)
+    # Both calls were the first of their module, so a count that the module keeps was the same.
+    if abs(fresh - first) > SAME_LOSS * abs(fresh):
+        raise ValueError(
+            f"one batch and the same weights gave the losses {fresh:.6g} and {first:.6g}: forward "
+            "or loss is random, or depends on how often it was called; draw from torch's "
+            "generator, which is seeded before each batch, or call random.seed(0) or "
+            "numpy.random.seed(0) in loss(model, batch), and keep a count in a buffer of the model "
+            "(register_buffer)"
+        )
+    # Buffers may change in forward, as running statistics do: the check puts them back as well.
+    load(module, before)
+    second, again = _loss_and_gradients(task, module, batch)
+    difference = norm = 0.0
+    for one, other in zip(gradients, again, strict=True):
+        difference += (wide(one) - wide(other)).square().sum().item()
+        # Of both, because one of them may be zero.
+        norm += (wide(one).square().sum().item() + wide(other).square().sum().item()) / 2
+    # Over all gradients together, because one that is zero in theory is all noise. On a GPU, sums
+    # in another order change a gradient by its last bits.
+    eps = max([torch.finfo(gradient.dtype).eps for gradient in gradients], default=0.0)
+    limit = max(SAME_GRADIENTS, 4 * eps)
+    if abs(first - second) > SAME_LOSS * abs(first):
+        what = f"gave the loss {first:.6g}, and then {second:.6g}"
+    elif difference > limit**2 * norm:
+        what = f"gave gradients that are {math.sqrt(difference / norm):.1%} of their norm apart"
+    else:
+        return
+    raise ValueError(
+        "the forward depends on how often it was called: one batch and the same parameters and "
+        f"buffers {what}; keep that number, or what else the model remembers, in a buffer "
+        "(register_buffer)"
+    )
+
+
+def _loss_and_gradients(task: Task, module: nn.Module, batch: Any) -> tuple[float, list[Tensor]]:
+    """Return the mean loss of a batch, and the gradient of each parameter that trains."""
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter in trainable:
+        # Zeros and not None, as in `Copy`: each parameter has a gradient, and none is sparse.
+        parameter.grad = torch.zeros_like(parameter)
+    loss = mean_loss(task.loss_fn(module, batch))
+    loss.backward()
+    return loss.item(), [parameter.grad.clone() for parameter in trainable]
 
 
 @dataclass(frozen=True)
@@ -197,12 +248,9 @@ class Copy:
         self.tied = {name for name, parameter in self.trainable.items() if names[id(parameter)] > 1}
         self.has_state = any(buffer.is_floating_point() for buffer in self.module.buffers())
 
-    @torch.no_grad()
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Take over parameters and buffers, those that are given."""
-        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
-            if name in values:
-                tensor.data.copy_(values[name])
+        load(self.module, values)
 
     @torch.no_grad()
     def move(self) -> None:

@@ -1,5 +1,7 @@
 """Copies of a model's tensors by the names of the bare module."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +22,14 @@ def copies(parameters: Tensors, module: nn.Module | None = None) -> Tensors:
     """Return copies on the CPU of parameters, and of the buffers of a module."""
     together = parameters if module is None else parameters | dict(module.named_buffers())
     return {plain(name): tensor.detach().cpu().clone() for name, tensor in together.items()}
+
+
+@torch.no_grad()
+def load(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Set the parameters and buffers of a module that are given by name."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if name in values:
+            tensor.data.copy_(values[name])
 
 
 def wide(tensor: Tensor) -> Tensor:

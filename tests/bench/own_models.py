@@ -155,7 +155,7 @@ def fails_in_torch():
     model, _, _ = dictionary()
     return (
         model,
-        lambda count, generator: torch.randn(count, 1),
+        lambda count, generator: torch.randn(count, 1, generator=generator),
         lambda model, batch: nn.Linear(2, 2)(batch).sum(),
     )
 
