@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from distlab.bench.task import own_task
 from distlab.check import check, messages, on_rank, signatures
 from distlab.check.reference import step_size
 from distlab.testing import check_gradients, run_ranks
+from experiments.sabotage.faults import replaced
 from experiments.sabotage.mistakes import MISTAKES
 from tests import check_matrix
 from tests.commands import python
@@ -42,6 +44,7 @@ NAMED = {
     "softmax without maximum": signatures.NOT_A_NUMBER,
     "mask off by one": signatures.UNKNOWN,
     "stale accumulation": signatures.FIRST,
+    "means not zeroed": signatures.ADDED,
     "read elsewhere": signatures.STALE,
     "finish forgotten": "finish_gradient_synchronization",
     "torch's clipping": "clip",
@@ -53,8 +56,12 @@ def names_of_mistakes(context, names):
     found = {}
     for name in names:
         mistake = MISTAKES[name]
+        made = replaced(*mistake.replaced) if mistake.replaced else nullcontext()
         try:
-            verdict = check(context, mistake.task, mistake.strategy, candidate=mistake.candidate)
+            with made:
+                verdict = check(
+                    context, mistake.task, mistake.strategy, candidate=mistake.candidate
+                )
             found[name] = {finding.signature for finding in verdict.findings}
         except ValueError as error:
             found[name] = {str(error)}
