@@ -29,20 +29,20 @@ from distlab.model import ModelConfig, TransformerLM
 from distlab.parallel import get_strategy
 from distlab.parallel.tensor_parallel import gather_cuts, parallelize
 from distlab.testing import run_ranks
-from tests.fuzz import LENGTH, VOCABULARY, Root, as_allowed, generate, is_refusal, tensors_in
+from tests.fuzz import (
+    LENGTH,
+    ON_A_MESH,
+    VOCABULARY,
+    Root,
+    as_allowed,
+    generate,
+    is_refusal,
+    tensors_in,
+)
+from tests.fuzz import STRATEGIES as FUZZED
 
 SHARED = "tensor"  # not a strategy: the ranks share matrices, and get the same batches
-STRATEGIES = (
-    "naive",
-    "flat",
-    "overlap",
-    "bucketed",
-    "sharded-optimizer",
-    "zero1",
-    "zero2",
-    "fsdp",
-    SHARED,
-)
+STRATEGIES = (*(name for name in FUZZED if name not in ON_A_MESH), SHARED)
 BATCH = 3  # examples
 AT_ONCE = 20  # seeds for which the ranks are asked together
 ACCUSED = "ACCUSED"

@@ -135,8 +135,8 @@ def _compare_twice(own: RankContext, group: ProcessGroup, jobs: Jobs) -> Verdict
     """Compare with ranks + 1 micro-batches per step, and where that is wrong also with one.
 
     A wrapper that sums over ranks in every backward is right in the usual loop of one backward per
-    step.
-    It is accused of accumulation only if it says, by having `no_sync()`, that it can accumulate.
+    step. It is accused of accumulation only if it says, by having `no_sync()`, that it can
+    accumulate.
     """
     failure = None
     try:

@@ -4,10 +4,10 @@ A course's suite asks for functions of fixed names in `tests/adapters.py`. Their
 between years. A `Part` is what is examined as one thing, with the names of its functions.
 """
 
+import dis
 import importlib
 import importlib.util
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,17 +91,24 @@ class NotHandedIn(Exception):
 
 
 def is_left_out(error: NotImplementedError, folder: Path) -> bool:
-    """Return whether a line of the submission raised this, so that the work is not handed in.
+    """Return whether a `raise` of the submission made this, so that the work is not handed in.
 
     torch raises the same class where an operator or a module's forward is missing. That is a
-    mistake of a submission that was handed in.
+    mistake of a submission that was handed in, also where a line of the submission calls the
+    operator: C++ has no frame of its own.
 
     Args:
         error: error that was raised while the submission ran, with its traceback.
         folder: the copy of the submission.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    return Path(frames[-1].filename).resolve().is_relative_to(folder.resolve())
+    innermost = error.__traceback__
+    while innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    code = innermost.tb_frame.f_code
+    is_raise = code.co_code[innermost.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    # Generated code has names such as `<string>`, which would count as files of the current folder.
+    path = Path(code.co_filename)
+    return is_raise and path.exists() and path.resolve().is_relative_to(folder.resolve())
 
 
 def chosen(names: tuple[str, ...], year: int | None) -> list[Part]:

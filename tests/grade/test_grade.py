@@ -176,6 +176,15 @@ def ddp_on_after_backward(model, optimizer):
     pass
 
 
+def get_flashattention_autograd_function_pytorch():
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, is_causal=False):
+            return q.to_sparse().view(-1)  # an operator that torch has not implemented
+
+    return Attention
+
+
 class Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, g, eps):
@@ -196,8 +205,13 @@ def rmsnorm_backward_x_pytorch(grad_output, x, g):
 
 
 def test_only_what_the_submission_itself_leaves_out_is_not_handed_in(tmp_path):
-    """torch raises NotImplementedError for a module without forward, which is a mistake."""
-    report = grade(submission(tmp_path, LACKS_FORWARD), only=["ddp", "rmsnorm-pytorch"])
+    """torch raises NotImplementedError for a module without forward and for an operator that it
+    lacks, which are mistakes.
+    """
+    parts = ["ddp", "rmsnorm-pytorch", "attention-pytorch"]
+    report = grade(submission(tmp_path, LACKS_FORWARD), only=parts)
+    statuses = {row.status for row in report.of_part("attention-pytorch")}
+    assert "BROKEN" in statuses and "not handed in" not in statuses, report
     wrapper = report.of_part("ddp")
     assert wrapper[0].status == "BROKEN" and "forward" in wrapper[0].seen, report
     rows = {row.invariant: row.status for row in report.of_part("rmsnorm-pytorch")}
