@@ -843,18 +843,24 @@ def refuse_compiled(module: nn.Module, units: Iterable[tuple[str, nn.Module]]) -
         units: names and modules of the units.
 
     Raises:
-        ValueError: a unit is inside a compiled module. It is named.
+        ValueError: a unit is inside a compiled module, or was compiled in place. It is named.
     """
+    what_works = (
+        "compile each child of the nn.ModuleList as model.blocks[i] = "
+        "torch.compile(model.blocks[i]), and wrap then"
+    )
     for name, unit in units:
+        if unit._compiled_call_impl is not None:
+            raise ValueError(
+                f"FSDP: unit '{name}' was compiled in place by its compile(), whose graph would "
+                f"contain FSDP's hooks: {what_works}"
+            )
         for path, outer in module.named_modules():
+            compiled = "_orig_mod" in outer._modules or outer._compiled_call_impl is not None
             contains = outer is not unit and any(inner is unit for inner in outer.modules())
-            returned_by_compile = "_orig_mod" in outer._modules and contains
-            compiled_in_place = outer._compiled_call_impl is not None
-            if returned_by_compile or (compiled_in_place and (contains or outer is unit)):
+            if compiled and contains:
                 raise ValueError(
-                    f"FSDP: unit '{name}' lies inside the compiled module '{path}': compile the "
-                    "children of the nn.ModuleList instead, model.blocks[i] = "
-                    "torch.compile(model.blocks[i]), and wrap then"
+                    f"FSDP: unit '{name}' lies inside the compiled module '{path}': {what_works}"
                 )
 
 

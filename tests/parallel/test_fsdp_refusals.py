@@ -64,11 +64,20 @@ def test_modules_that_cannot_be_wrapped(context):
 @on_one_rank
 def test_units_inside_a_compiled_graph(context):
     """The contract's "With the rest": compiled blocks work, a graph around units is refused."""
-    in_place = linear()
-    in_place[2].compile(backend="aot_eager")
+    in_place = nn.Sequential(linear(), nn.ReLU())
+    in_place[0].compile(backend="aot_eager")
     for module in (torch.compile(linear(), backend="aot_eager"), in_place):
-        with pytest.raises(ValueError, match=r"inside the compiled module .* compile the children"):
+        with pytest.raises(ValueError, match=r"inside the compiled module .* = torch\.compile"):
             FSDP(module, process_group=context.group)
+
+
+@on_one_rank
+def test_a_unit_compiled_in_place(context):
+    """A unit after `block.compile()`: the sentence names the form of compilation that works."""
+    module = nn.Sequential(nn.ModuleList([linear()]), nn.ReLU())
+    module[0][0].compile(backend="aot_eager")
+    with pytest.raises(ValueError, match=r"'0\.0' was compiled in place .* = torch\.compile"):
+        FSDP(module, process_group=context.group)
 
 
 @on_one_rank
