@@ -577,10 +577,15 @@ def behind(name: str) -> Callable[[Record], str]:
     return mark
 
 
-def draw(records: Sequence[Record], path: Path, *, metric: str, label: str) -> None:
+def draw(records: Sequence[Record], path: Path, *, metric: str, label: str, unit: int = 1) -> None:
     """Draw a metric of one head over its length.
 
     There is a panel per dtype and head dimension, and a line per variant, ours thick.
+
+    Args:
+        metric: name of the metric.
+        label: what the metric is, with its unit.
+        unit: what the metric is divided by, such as the bytes of a MiB.
     """
     # Lengths are compared at one head, because more heads only multiply the time.
     rows = [
@@ -594,17 +599,15 @@ def draw(records: Sequence[Record], path: Path, *, metric: str, label: str) -> N
                 Series(
                     variant,
                     [r.config["length"] for r in line],
-                    [r.metrics[metric] for r in line],
+                    [r.metrics[metric] / unit for r in line],
                     line="-",
                     marked=True,
                     width=2.2 if variant == "ours" else 1,
                 )
             )
-        panels.append(
-            Panel(f"dtype {dtype}, head_dim {head_dim}", "length", label, series, log_y=True)
-        )
+        panels.append(Panel(f"{dtype}, head dim {head_dim}", "tokens", label, series, log_y=True))
     if panels:
-        lines(path, panels, title=f"{label}, over length")
+        lines(path, panels, title=f"{label}, over the number of tokens")
 
 
 def _panel_of(record: Record) -> tuple[str, int]:
@@ -710,8 +713,10 @@ VIEW = View(
         "status",
     ),
     pictures={
-        "time.png": partial(draw, metric="fwd_bwd_device_p50_ms", label="forward + backward, ms"),
-        "memory.png": partial(draw, metric="peak_alloc_bytes", label="peak bytes"),
+        "time.png": partial(draw, metric="fwd_bwd_device_p50_ms", label="Forward + backward, ms"),
+        "memory.png": partial(
+            draw, metric="peak_alloc_bytes", label="Peak memory, MiB", unit=2**20
+        ),
     },
     derive=compare,
     findings=findings,

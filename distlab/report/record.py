@@ -51,7 +51,6 @@ RENAMED = (
 MERGED = {
     "activation_checkpointing": "model_benchmark",
     "allreduce_sweep": "collectives",
-    "attention_memory": "attention_sweep",
     "tuning": "gpu_lessons",
 }
 
