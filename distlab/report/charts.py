@@ -128,6 +128,9 @@ def lines(path: Path, panels: Sequence[Panel], *, title: str) -> None:
                 if series.label not in handles:
                     handles[series.label] = line
             _dress(axes, panel)
+            if is_small and panel.log_x and not panel.x_ticks:
+                # More numbers, such as 16,384 and 65,536, would touch.
+                axes.locator_params(axis="x", numticks=4)
             # Panels in one column share a horizontal axis, so only the lowest one names it.
             has_none_below = place + abreast >= len(panels)
             if has_none_below:
