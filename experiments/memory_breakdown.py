@@ -213,13 +213,15 @@ headline = headline_from(
 )
 
 
-# Part of the predicted peak → its categories. The allocator cannot tell the last two parts apart.
+# Part of the predicted peak → its categories.
 PARTS = {
     "parameters": ("parameters",),
     "optimizer state": ("optimizer_state",),
     "gradients": ("gradients", "buckets"),
     "activations, copies": ("activations", "gathered", "weight_copies", "temporary"),
 }
+# The allocator cannot tell the last two of these parts apart, so a measured bar shows their sum.
+TOGETHER = "gradients, activations and copies"
 
 
 def draw(records: Records, path: Path) -> None:
@@ -243,7 +245,7 @@ def draw(records: Records, path: Path) -> None:
     if not bars:
         return
     parts = {}
-    for number, part in enumerate((*PARTS, "the last two")):
+    for number, part in enumerate((*PARTS, TOGETHER)):
         parts[part] = [sizes[number] / 2**30 for sizes in bars.values()]
     title = f"Peak memory per rank: {headline(records).partition('; err')[0]}"
     stacked_bars(path, list(bars), parts, title=title, unit="GiB")
