@@ -221,7 +221,7 @@ PARTS = {
     "activations, copies": ("activations", "gathered", "weight_copies", "temporary"),
 }
 # The allocator cannot tell the last two of these parts apart, so a measured bar shows their sum.
-TOGETHER = "gradients, activations and copies"
+TOGETHER = "both, measured"
 
 
 def draw(records: Records, path: Path) -> None:
