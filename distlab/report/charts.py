@@ -333,8 +333,9 @@ def stacked_bars(
             low, high = whisker
             # matplotlib takes distances, and refuses negative ones.
             below, above = max(middle - low, 0), max(high - middle, 0)
+            # Below the middle of the bar, where the numbers of its parts are.
             axes.errorbar(
-                middle, row, xerr=[[below], [above]], color=BLACK, capsize=3, linewidth=1.1
+                middle, row + 0.23, xerr=[[below], [above]], color=BLACK, capsize=2.5, linewidth=1.1
             )
             ends[row] = max(ends[row], middle + above)  # the total is written to its right
         for row, bar in enumerate(bars):
