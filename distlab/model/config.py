@@ -5,6 +5,7 @@ fix the shape, not the parameter count: with SwiGLU's three matrices the "10B" s
 billion parameters, so commands print `ModelConfig.num_parameters` instead of the name.
 """
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -45,14 +46,14 @@ def kept_levels(choice: Checkpointing, num_layers: int) -> tuple[str, ...]:
 
     Args:
         choice: entry of `RECOMPUTATION` for all blocks, or several with their numbers of blocks,
-            `qkv:25,gate-up:9`, in this order. Groups of blocks (see `checkpoint_group`) recompute
-            every block: `block`.
+            `qkv:25,gate-up:9`, in this order. Groups of blocks (see `checkpoint_segments`)
+            recompute every block: `block`.
 
     Raises:
         ValueError: neither of these, or numbers that do not add up to `num_layers`.
     """
     if not (isinstance(choice, str) and ":" in choice):
-        if checkpoint_group(choice) == 0:
+        if not checkpoint_segments(choice):
             level = "none"
         elif choice in RECOMPUTATION:
             level = choice
@@ -77,39 +78,39 @@ def kept_levels(choice: Checkpointing, num_layers: int) -> tuple[str, ...]:
     return tuple(levels)
 
 
-def checkpoint_plan(choice: Checkpointing, num_layers: int) -> int | tuple[str, ...]:
-    """Return the plan for `theory.memory`: size of a group of blocks, or each block's entry."""
-    group = checkpoint_group(choice)
-    return group if group > 1 else kept_levels(choice, num_layers)
+def checkpoint_segments(choice: Checkpointing) -> tuple[int, ...]:
+    """Return the numbers of consecutive blocks that backward recomputes together.
 
-
-def checkpoint_group(choice: Checkpointing) -> int:
-    """Return the number of consecutive blocks that backward recomputes together, 0 for none.
+    There is one number for each level of segments, the outermost first. No number: nothing is
+    recomputed.
 
     Args:
-        choice: `none` or False: all activations are kept, 0. `block` or True: each block by itself,
-            1. The choices that keep something of each block, see `kept_levels`, also give 1.
-            `every-4` or 4: groups of four blocks, of which only the input is kept.
+        choice: `none` or False: all activations are kept, (). `block` or True: each block by
+            itself, (1,). The choices that keep something of each block, see `kept_levels`, also
+            give (1,). `every-4` or 4: groups of four blocks, of which only the input is kept, (4,).
+            `every-8-2`: groups of eight that are recomputed in groups of two, (8, 2).
 
     Raises:
         ValueError: anything else.
     """
     if choice in (False, "none"):
-        return 0
+        return ()
     if isinstance(choice, str) and (choice in RECOMPUTATION or ":" in choice):
-        return 1
-    if isinstance(choice, str):
-        # Behind "every-".
-        size = int(choice[6:]) if re.fullmatch(r"every-[0-9]+", choice) else 0
+        return (1,)
+    if not isinstance(choice, str):
+        sizes = [choice]
+    elif re.fullmatch(r"every(-[0-9]+)+", choice):
+        sizes = [int(size) for size in choice.split("-")[1:]]
     else:
-        size = choice
-    if not isinstance(size, int) or size < 1:
+        sizes = []
+    shrinks = all(inner < outer for outer, inner in itertools.pairwise(sizes))
+    if not sizes or not shrinks or not isinstance(sizes[-1], int) or sizes[-1] < 1:
         others = [name for name in RECOMPUTATION if name not in ("block", "none")]
         raise ValueError(
-            f"checkpointing {choice!r}: choose none, block, every-K with K blocks per group, or "
-            f"what blocks keep: {', '.join(others)}"
+            f"checkpointing {choice!r}: choose none, block, every-K with K blocks per group, "
+            f"every-K-J with smaller groups of J inside, or what blocks keep: {', '.join(others)}"
         )
-    return int(size)
+    return tuple(int(size) for size in sizes)
 
 
 @dataclass(frozen=True)
@@ -412,7 +413,7 @@ class ModelOptions(ModelChanges):
         size: name of a preset, which the other options change.
         dtype: `fp32`, or `bf16`/`fp16` computation over fp32 parameters (fp16 with a loss scale in
             training).
-        checkpointing: activations to recompute in backward, see `checkpoint_group` and
+        checkpointing: activations to recompute in backward, see `checkpoint_segments` and
             `kept_levels`. `auto` recomputes as little as the memory allows, see
             `distlab.train.memory_budget`.
 
@@ -428,9 +429,9 @@ class ModelOptions(ModelChanges):
     )
     checkpointing: str = option(
         "none",
-        "activations that backward recomputes: none, each block, every-K; each block except its "
-        "attention, output, qkv or gate-up and those before it in this list, or (selective) its "
-        "attention and every other matmul; or auto: as many as memory requires",
+        "activations that backward recomputes: none, each block, every-K, every-K-J; each block "
+        "except its attention, output, qkv or gate-up and those before it in this list, or "
+        "(selective) its attention and every other matmul; or auto: as many as memory requires",
     )
 
     def __post_init__(self) -> None:

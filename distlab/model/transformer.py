@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from distlab.model.config import Checkpointing, ModelConfig, checkpoint_group, kept_levels
+from distlab.model.config import Checkpointing, ModelConfig, checkpoint_segments, kept_levels
 from distlab.model.ops import Ops, PutOff, get_ops, linear, linear_with_late_weight, rope_tables
 from distlab.model.recompute import contexts
 
@@ -216,7 +216,8 @@ class TransformerLM(nn.Module):
         dtype: dtype of the parameters (`None`: torch's default).
         seed: integer that fixes the initial parameters.
         checkpoint_blocks: recomputation in backward instead of keeping activations. False or
-            `none`; True or `block` for each block by itself; 4 or `every-4` for groups of four;
+            `none`; True or `block` for each block by itself; 4 or `every-4` for groups of four,
+            `every-8-2` for groups of eight with groups of two inside;
             `attention` and others for what each block keeps (`config.kept_levels`). It may be
             changed later through the attribute of this name.
 
@@ -293,7 +294,7 @@ class TransformerLM(nn.Module):
         # A rank of a pipeline has only some of the blocks, under their numbers in the whole model.
         block_by_number = dict(self.blocks.named_children())
         running = [(block_by_number[str(number)], levels[number]) for number in blocks]
-        x_BTd = _run_blocks(running, checkpoint_group(choice), x_BTd, cos, sin)
+        x_BTd = _run_blocks(running, checkpoint_segments(choice), x_BTd, cos, sin)
         if blocks.stop < config.num_layers:
             return x_BTd
         x_BTd = self.norm(x_BTd)
@@ -406,7 +407,7 @@ class TransformerLM(nn.Module):
             ValueError: blocks recompute. The inputs of their matrices would then stay longer than
                 the activations that were kept.
         """
-        if checkpoint_group(self.checkpoint_blocks):
+        if checkpoint_segments(self.checkpoint_blocks):
             raise ValueError(
                 "zero-bubble keeps the inputs of matrices until their gradients are made, and "
                 "recomputation exists to keep them shorter: take 1f1b or interleaved, or no "
@@ -438,23 +439,27 @@ class TransformerLM(nn.Module):
 
 
 def _run_blocks(
-    blocks: Sequence[tuple[Block, str]], group: int, x_BTd: Tensor, cos: Tensor, sin: Tensor
+    blocks: Sequence[tuple[Block, str]],
+    segments: Sequence[int],
+    x_BTd: Tensor,
+    cos: Tensor,
+    sin: Tensor,
 ) -> Tensor:
     """Run the blocks in order.
 
     Args:
         blocks: (block, entry of `RECOMPUTATION` that says what it keeps) in order.
-        group: number of blocks that backward recomputes together, 0 for none.
+        segments: numbers of blocks that backward recomputes together, see `checkpoint_segments`.
         x_BTd: input of the first block.
         cos: rotary table.
         sin: rotary table.
     """
-    if group <= 1:
+    if not segments or segments[0] == 1:
         for block, keep in blocks:
-            x_BTd = block(x_BTd, cos, sin, keep if group else "none")
+            x_BTd = block(x_BTd, cos, sin, keep if segments else "none")
         return x_BTd
-    for start in range(0, len(blocks), group):
-        x_BTd = checkpoint(
-            _run_blocks, blocks[start : start + group], 0, x_BTd, cos, sin, use_reentrant=False
-        )
+    size, *sizes_inside = segments
+    for start in range(0, len(blocks), size):
+        segment = blocks[start : start + size]
+        x_BTd = checkpoint(_run_blocks, segment, sizes_inside, x_BTd, cos, sin, use_reentrant=False)
     return x_BTd

@@ -40,6 +40,7 @@ from distlab.simulate.timeline import DeviceModel, Machine
 from distlab.theory.axes import micro_batch_volumes, pipeline_volume
 from distlab.theory.forms import reductions_per_step
 from distlab.theory.memory.activations import FP32, Precision, precision_of
+from distlab.theory.memory.recompute import Segments
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.muon import BF16
 from distlab.theory.operators import Workload
@@ -276,7 +277,7 @@ class Stage(NamedTuple):
 
 def stage_time(
     work: Workload,
-    keeps: int | tuple[str, ...],
+    keeps: int | Segments | tuple[str, ...],
     machine: Machine,
     layout: Layout,
     dtype: str,
@@ -432,7 +433,7 @@ def _schedule(name: str, ranks: int, micro_batches: int) -> Schedule:
 
 
 def _inside_blocks(
-    work: Workload, keeps: int | tuple[str, ...], layout: Layout, machine: Machine
+    work: Workload, keeps: int | Segments | tuple[str, ...], layout: Layout, machine: Machine
 ) -> tuple[float, int]:
     """Return seconds and number of messages between ranks that share matrices or sequences.
 

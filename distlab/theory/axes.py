@@ -12,7 +12,7 @@ reduce-scatter at the end of it, or of its group, whose result no gradient needs
 from distlab.theory.checks import at_least_one
 from distlab.theory.forms import Form
 from distlab.theory.memory.activations import FP32, PRECISIONS, Precision
-from distlab.theory.memory.recompute import blocks_run_again
+from distlab.theory.memory.recompute import Segments, blocks_run_again
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.volume import CommunicationVolume, step_volume
 
@@ -32,7 +32,7 @@ def layout_volume(
     precision: Precision = PRECISIONS["fp32"],
     micro_batches: int = 1,
     pipeline: int = 1,
-    keeps: int | tuple[str, ...] = 0,
+    keeps: int | Segments | tuple[str, ...] = 0,
     bucket_size_mb: float | None = 25.0,
     shard_size: int | None = None,
 ) -> CommunicationVolume | None:
@@ -107,7 +107,7 @@ def micro_batch_volumes(
     sharing: int = 1,
     how: str = "gathered",
     precision: Precision = PRECISIONS["fp32"],
-    keeps: int | tuple[str, ...] = 0,
+    keeps: int | Segments | tuple[str, ...] = 0,
 ) -> tuple[CommunicationVolume, CommunicationVolume]:
     """Return the volumes of tensor and of context parallelism in one micro-batch.
 
@@ -140,13 +140,13 @@ def micro_batch_volumes(
     return of_tensor, of_context
 
 
-def _recomputed(keeps: int | tuple[str, ...], num_layers: int) -> tuple[int, int]:
+def _recomputed(keeps: int | Segments | tuple[str, ...], num_layers: int) -> tuple[int, int]:
     """Return (blocks whose forward runs again, groups in which it does)."""
     if isinstance(keeps, tuple):
         # Blocks that are chosen one by one are groups of one.
         blocks = len(keeps) - keeps.count("none")
         return blocks, blocks
-    return blocks_run_again(num_layers, keeps)
+    return blocks_run_again(num_layers, Segments.of(keeps))
 
 
 def tensor_volume(

@@ -25,13 +25,15 @@ from distlab.model.config import (
     LOGITS_CHUNK,
     Checkpointing,
     ModelConfig,
-    checkpoint_plan,
+    checkpoint_segments,
+    kept_levels,
 )
 from distlab.parallel import STRATEGIES, Layout
 from distlab.parallel.layout import DATA_PARALLEL
 from distlab.parallel.schedules import CHUNKS, SCHEDULES, held
 from distlab.theory.memory.activations import Sharing, precision_of
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES, StepMemory, step_memory
+from distlab.theory.memory.recompute import Segments
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.step_time import DEVICES_PER_NODE, sharding_group
 from distlab.train.config import TrainConfig
@@ -164,7 +166,7 @@ class RankPart(NamedTuple):
     """
 
     shape: ModelShape
-    keeps: int | tuple[str, ...]
+    keeps: int | Segments | tuple[str, ...]
     held: int
     accumulates: bool
 
@@ -210,9 +212,17 @@ def rank_parts(
     return parts
 
 
+def checkpoint_plan(choice: Checkpointing, num_layers: int) -> Segments | tuple[str, ...]:
+    """Return the plan for `theory.memory`: segments of blocks, or each block's entry."""
+    segments = checkpoint_segments(choice)
+    if segments in ((), (1,)):
+        return kept_levels(choice, num_layers)
+    return Segments(segments)
+
+
 def _kept_by_rank(
-    plan: int | tuple[str, ...], sizes: Sequence[int], ranks: int
-) -> list[int | tuple[str, ...]]:
+    plan: int | Segments | tuple[str, ...], sizes: Sequence[int], ranks: int
+) -> list[int | Segments | tuple[str, ...]]:
     """Return the part of a checkpointing plan for each rank of a pipeline.
 
     Args:

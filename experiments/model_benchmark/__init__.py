@@ -274,6 +274,7 @@ EXPERIMENT = Experiment(
                 "every-8",
                 "every-16",
                 "every-32",
+                "every-8-1",
             ),
         },
         "recomputation-cpu": ON_CPU
@@ -283,7 +284,7 @@ EXPERIMENT = Experiment(
             "context": (128,),
             "vocab": (256,),
             "memory": True,
-            "checkpointing": ("none", "block", "every-2", "every-4"),
+            "checkpointing": ("none", "block", "every-2", "every-4", "every-4-1"),
         },
         "smoke": {
             "batch": (1,),

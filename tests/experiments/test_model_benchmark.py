@@ -207,6 +207,19 @@ def test_the_peaks_of_a_forward_and_of_a_step_are_predicted(
     assert forward["at_peak_optimizer_state_bytes"] == forward["at_peak_gradients_bytes"] == 0
 
 
+def test_segments_of_segments_need_less_than_segments(one_rank, tmp_path):
+    """Eight blocks whose activations decide, within 5 % of the prediction."""
+    sizes = {"layers": (8,), "batch": (4,), "context": (128,), "vocab": (256,)}
+    given = SMALL | sizes | {"attention": ("sdpa",), "checkpointing": ("every-8", "every-8-2")}
+    peaks = {}
+    for trial in BenchmarkConfig(**given).trials():
+        metrics = memory(one_rank, trial, tmp_path, trial.checkpointing)[MEMORY][-1][1]
+        peaks[trial.checkpointing] = metrics["timeline_peak_bytes"]
+        ratio = metrics["predicted_timeline_peak_bytes"] / metrics["timeline_peak_bytes"]
+        assert ratio == pytest.approx(1, abs=0.05), trial.checkpointing
+    assert peaks["every-8-2"] < 0.8 * peaks["every-8"]
+
+
 def test_the_tables_and_pictures_of_a_step_taken_apart(results):
     folder = results["folder"] / "parts" / "model_benchmark" / "run"
     parts = {path.name: read_json(path / "records.json") for path in (folder / "parts").iterdir()}

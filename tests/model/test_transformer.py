@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from distlab.model import ModelConfig, TransformerLM, checkpoint_group, cross_entropy, preset
+from distlab.model import ModelConfig, TransformerLM, checkpoint_segments, cross_entropy, preset
 from distlab.model.config import RECOMPUTATION
 from distlab.model.ops import positions, rms_norm, rope, rope_tables
 
@@ -158,7 +158,7 @@ SOME = ("block", "output", "block:1,gate-up:1")  # of operations that Triton int
 
 @pytest.mark.parametrize(
     "attention, ops, choices",
-    [("sdpa", "torch", (*RECOMPUTATION, "every-2")), ("flash", "triton", SOME)],
+    [("sdpa", "torch", (*RECOMPUTATION, "every-2", "every-2-1")), ("flash", "triton", SOME)],
 )
 def test_blocks_that_keep_something_change_nothing(attention, ops, choices):
     """Bit for bit, with grouped queries and the same dropout.
@@ -177,11 +177,11 @@ def test_blocks_that_keep_something_change_nothing(attention, ops, choices):
 
 
 @pytest.mark.parametrize(
-    "choice", ["every", "every-", "every-0", "every-8-2", "blocks", "auto", -1]
+    "choice", ["every", "every-", "every-0", "every-2-8", "every-4-0", "blocks", "auto", -1]
 )
 def test_groups_that_recompute_nothing_are_refused(choice):
     with pytest.raises(ValueError, match="choose none, block, every-K"):
-        checkpoint_group(choice)
+        checkpoint_segments(choice)
 
 
 @pytest.mark.parametrize("checkpoint_blocks, autocast", [(False, False), ("qkv", True)])

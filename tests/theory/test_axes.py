@@ -7,7 +7,6 @@ import pytest
 
 from distlab.hardware import cluster
 from distlab.model import ModelConfig, TransformerLM, preset
-from distlab.model.config import checkpoint_plan
 from distlab.parallel import Layout, get_strategy
 from distlab.simulate import replay
 from distlab.simulate.estimate import estimate_step, machine_on
@@ -17,7 +16,7 @@ from distlab.theory.memory.activations import Precision, precision_of
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.operators import Workload
-from distlab.train.memory_budget import PlannedStep, rank_parts
+from distlab.train.memory_budget import PlannedStep, checkpoint_plan, rank_parts
 
 CONFIG = ModelConfig(512, 1408, 3, 8, vocab_size=4096, context_length=512, num_kv_heads=4)
 LAYOUTS = ["", "tp2", "cp2", "tp2,cp2"]

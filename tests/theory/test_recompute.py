@@ -6,20 +6,24 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from distlab.model import ModelConfig, TransformerLM, checkpoint_plan
+from distlab.model import ModelConfig, TransformerLM, checkpoint_segments
 from distlab.model.config import RECOMPUTATION
 from distlab.theory.flops import forward_flops, step_flops
-from distlab.theory.memory.recompute import nested_bytes, recomputed_flops
+from distlab.theory.memory.recompute import Segments, nested_bytes, recomputed_flops
+from distlab.train.memory_budget import checkpoint_plan
 
 
-@pytest.mark.parametrize("group", [0, 1, 3, 5, 7])
-def test_what_runs_again_is_what_torch_counts(group):
+@pytest.mark.parametrize(
+    "choice", ["none", "block", "every-3", "every-5", "every-7", "every-4-2", "every-5-3-1"]
+)
+def test_what_runs_again_is_what_torch_counts(choice):
     config = ModelConfig(16, 32, 5, 2, vocab_size=11, context_length=8, attention="naive")
     sizes = {"batch": 2, "context": 8, "d_model": 16, "d_ff": 32, "num_layers": 5, "vocab_size": 11}
-    model = TransformerLM(config, device="meta", checkpoint_blocks=group or False)
+    model = TransformerLM(config, device="meta", checkpoint_blocks=choice)
     with FlopCounterMode(display=False) as counter:
         model(torch.empty(2, 8, dtype=torch.int64, device="meta")).sum().backward()
-    assert counter.get_total_flops() == step_flops(**sizes) + recomputed_flops(group, **sizes)
+    again = recomputed_flops(Segments(checkpoint_segments(choice)), **sizes)
+    assert counter.get_total_flops() == step_flops(**sizes) + again
 
 
 @pytest.mark.parametrize("plan", [*RECOMPUTATION, "block:1,qkv:4"])

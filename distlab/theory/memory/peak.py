@@ -41,6 +41,7 @@ from distlab.theory.memory.activations import (
     Sharing,
     activations,
 )
+from distlab.theory.memory.recompute import Segments
 from distlab.theory.memory.states import (
     CUBLAS_WORKSPACES,
     OPTIMIZERS,
@@ -84,7 +85,7 @@ def step_memory(
     world_size: int = 1,
     precision: str | Precision = "bf16-autocast",
     attention: str = "sdpa",
-    checkpointing: int | tuple[str, ...] = 0,
+    checkpointing: int | Segments | tuple[str, ...] = 0,
     loss_chunk: int | None = None,
     optimizer: str = "adamw-fused",
     accumulates: bool = False,
@@ -108,8 +109,8 @@ def step_memory(
             or bytes per element.
         attention: `naive`, `flash` or `sdpa`.
         checkpointing: number of blocks that are recomputed together in backward. 0 for none, True
-            for each by itself. A tuple names what each block of this rank keeps, a name in
-            `Activations.kept`.
+            for each by itself. `Segments` for segments of segments. A tuple names what each block
+            of this rank keeps, a name in `Activations.kept`.
         loss_chunk: bytes of logits, the most that exist at a time, if the loss is computed in the
             head, which makes the gradients in the forward. None: the head returns all logits.
         optimizer: name of an optimizer, an entry of `states.OPTIMIZERS`.
@@ -135,16 +136,12 @@ def step_memory(
         precision = PRECISIONS[precision]
     at_least_one(world_size=world_size, micro_batches_held=micro_batches_held)
     kept = activations(shape, batch, context, precision, attention, fused, compiled, sharing)
-    levels = ()
-    group = 0
+    levels: tuple[str, ...] = ()
+    segments = Segments(())
     if isinstance(checkpointing, tuple):
         levels = checkpointing
     else:
-        group = int(checkpointing)
-    if group < 0:
-        raise ValueError(
-            f"checkpointing={checkpointing}: groups of at least one block, or 0 for none"
-        )
+        segments = Segments.of(checkpointing)
     if levels and (len(levels) != shape.num_layers or set(levels) - kept.kept.keys()):
         raise ValueError(
             f"checkpointing={checkpointing}: one of {', '.join(kept.kept)} "
@@ -160,7 +157,7 @@ def step_memory(
         precision=precision,
         strategy=strategy,
         world_size=world_size,
-        group=group,
+        segments=segments,
         state_numbers=(
             share_of_matrices * numbers.of_matrices + (1 - share_of_matrices) * numbers.of_others
         ),
@@ -335,7 +332,7 @@ def _head(
         # pause of 0.3 s and another collective.
         buckets += FP32 * shape.num_parameters
     copies = held.weight_copies(setting)
-    if setting.group:
+    if setting.segments.sizes:
         copies = 0  # with checkpoints no graph keeps the copies
     elif setting.levels:
         copies = copies * setting.levels.count("none") // setting.layers
@@ -438,8 +435,8 @@ def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown
 
 def _kept_of_stage(setting: held.Setting) -> tuple[int, int]:
     """Return (bytes kept of a stage's blocks, number of blocks that are kept in full)."""
-    if setting.group:
-        groups = -(-setting.layers // setting.group)
+    if setting.segments.sizes:
+        groups = -(-setting.layers // setting.segments.sizes[0])
         return groups * setting.kept.checkpoint, 0
     return _kept_below(setting, setting.layers)
 
@@ -448,7 +445,8 @@ def _kept_below(setting: held.Setting, block: int) -> tuple[int, int]:
     """Return (bytes kept of the blocks before this one in its backward, number kept in full).
 
     With groups, blocks before the group of this one keep only the group's input. Those of its own
-    group have been recomputed and are kept in full.
+    group have been recomputed and are kept in full. If this group has groups inside it, the same
+    holds for these.
 
     Args:
         setting: numbers of the step.
@@ -458,7 +456,8 @@ def _kept_below(setting: held.Setting, block: int) -> tuple[int, int]:
     if setting.levels:
         levels = setting.levels[:block]
         return sum(kept.kept[level] for level in levels), levels.count("none")
-    if setting.group:
-        groups, in_full = divmod(block, setting.group)
-        return groups * kept.checkpoint + in_full * kept.block, in_full
-    return block * kept.block, block
+    inputs, in_full = 0, block
+    for size in setting.segments.sizes:
+        groups, in_full = divmod(in_full, size)
+        inputs += groups
+    return inputs * kept.checkpoint + in_full * kept.block, in_full

@@ -14,9 +14,15 @@ equal cuts keep (m + 1)·L^(1/(m+1)) inputs: 2·√L with one level, about 2·lo
 is halved. A block runs again once per level, so halving takes L·log₂ L runs (Chen et al.).
 √L·log₂ L inputs bound all of these from above, for 16 blocks and more.
 
+torch ends a recomputation as soon as every saved tensor is there again. A segment's own level has
+saved only the inputs of the segments inside it, so it stops before the last of these. The innermost
+level stops before the last matmul of its last block, whose result is not saved.
+
 A block that is recomputed by itself may keep some results in addition to its input (`KEEPS`): those
 of attention and matmuls, which then do not run again.
 """
+
+from dataclasses import dataclass
 
 from distlab.theory.flops import forward_flops
 
@@ -35,20 +41,57 @@ KEEPS: dict[str, tuple[str, ...]] = {
 RECOMPUTATION = (*KEEPS, "none")
 
 
-def blocks_run_again(num_layers: int, group: int) -> tuple[int, int]:
-    """Return (blocks that run forward again, runs of these that stop before their last matmul).
+@dataclass(frozen=True)
+class Segments:
+    """Segments of blocks that are recomputed together, and segments of these.
 
-    torch ends a recomputation as soon as every saved tensor is there again. So a group stops before
-    the last matmul of its last block, whose result is not saved. With k > 0 there are ⌈L/k⌉ groups.
+    Attributes:
+        sizes: blocks per segment, from the outermost level to the innermost: (8, 2) cuts segments
+            of 8 blocks into segments of 2. Empty for no recomputation.
+    """
+
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, plan: "int | Segments") -> "Segments":
+        """Return the segments of a plan. A number k is one level of groups of k blocks, 0 none.
+
+        Raises:
+            ValueError: a size below one.
+        """
+        if isinstance(plan, Segments):
+            segments = plan
+        else:
+            segments = cls((int(plan),) if plan else ())
+        if min(segments.sizes, default=1) < 1:
+            raise ValueError(f"{plan}: groups of at least one block, or 0 for none")
+        return segments
+
+
+def blocks_run_again(num_layers: int, segments: Segments) -> tuple[int, int]:
+    """Return (runs of a block's forward in backward, how many of these stop early).
+
+    A run that stops early leaves out the block's last matmul.
 
     Args:
         num_layers: number of blocks, L.
-        group: number of blocks in a group, k. 0 for no recomputation.
+        segments: what is recomputed together.
     """
-    if group == 0:
+    if not segments.sizes:
         return 0, 0
-    groups = -(-num_layers // group)
-    return num_layers, groups
+    size, *sizes_inside = segments.sizes
+    runs = stopped = 0
+    for start in range(0, num_layers, size):
+        blocks = min(size, num_layers - start)  # the last segment may be shorter
+        if not sizes_inside:
+            runs += blocks
+            stopped += 1
+            continue
+        last_inside = blocks % sizes_inside[0] or sizes_inside[0]
+        runs_inside, stopped_inside = blocks_run_again(blocks, Segments(tuple(sizes_inside)))
+        runs += max(0, blocks - last_inside) + runs_inside
+        stopped += stopped_inside
+    return runs, stopped
 
 
 def nested_bytes(
@@ -76,7 +119,7 @@ def nested_bytes(
 
 
 def recomputed_flops(
-    plan: int | tuple[str, ...],
+    plan: int | Segments | tuple[str, ...],
     *,
     batch: int,
     context: int,
@@ -93,8 +136,8 @@ def recomputed_flops(
     whose results it keeps, and less w2, whose result backward does not need.
 
     Args:
-        plan: number of blocks per group, 0 for none, or for each block what it keeps
-            (`activations.Activations.kept`).
+        plan: number of blocks per group, 0 for none, or segments of segments, or for each block
+            what it keeps (`activations.Activations.kept`).
         batch, context, d_model, d_ff, num_layers, vocab_size, kv_width, causal: arguments of
             `forward_flops`.
 
@@ -113,8 +156,8 @@ def recomputed_flops(
     )
     # w1, w3 and w2 have d·f elements each.
     matrix_of_feed_forward = one_block.feed_forward // 3
-    if isinstance(plan, int):
-        blocks, stopped = blocks_run_again(num_layers, plan)
+    if not isinstance(plan, tuple):
+        blocks, stopped = blocks_run_again(num_layers, Segments.of(plan))
         return blocks * (one_block.total - one_block.head) - stopped * matrix_of_feed_forward
     # Of the projections' 2·d + 2·k columns, the output's are d.
     keys = d_model if kv_width is None else kv_width

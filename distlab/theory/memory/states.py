@@ -12,6 +12,7 @@ from functools import cached_property
 
 from distlab.theory.forms import Form
 from distlab.theory.memory.activations import FP32, Activations, Precision
+from distlab.theory.memory.recompute import Segments
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.volume import bucket_payloads, dealt_out, sharded_buffers
 
@@ -101,7 +102,7 @@ class Setting:
         precision: bytes per element.
         strategy: entry of the strategy.
         world_size: number of ranks that the strategy divides by.
-        group: number of blocks that are recomputed together, 0 for none.
+        segments: blocks that are recomputed together.
         state_numbers: fp32 numbers of the optimizer's state per parameter, on average.
         step_numbers: fp32 numbers per parameter that the optimizer needs during its step.
         levels: what is kept of each block of a stage, a name in `Activations.kept`. Empty with
@@ -117,7 +118,7 @@ class Setting:
     precision: Precision
     strategy: Form
     world_size: int
-    group: int
+    segments: Segments
     state_numbers: float
     step_numbers: float
     levels: tuple[str, ...]
