@@ -21,8 +21,9 @@ such a tensor is right while it differs by noise, and wrong when it differs by m
 
 Read `compare.py` first. `training.py` trains on the ranks, `reference.py` repeats that in one
 process, `weights.py` weighs the micro-batches, `expected.py` says how far right values may be
-apart, and `judge.py` finds the mistake, in a norm `norm.py`. `optimizer.py` reads an optimizer's
-state and steps it in one process. `where.py` finds the first module that differs.
+apart, and `judge.py` finds the mistake, in a norm `norm.py`. `parts.py` finds the part of a tensor
+that is wrong. `optimizer.py` reads an optimizer's state and steps it in one process. `where.py`
+finds the first module that differs.
 """
 
 from distlab.bench.wrappers import UserWrapper, whole_tensor, wrapped_by

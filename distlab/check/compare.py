@@ -172,7 +172,8 @@ def _compare_twice(own: RankContext, group: ProcessGroup, jobs: Jobs) -> Verdict
         return replace(one.verdict, accumulation=(raised,))
     # The wrapper is right in the usual loop, and it never claimed more.
     if one.verdict.right and not one.can_accumulate:
-        return replace(one.verdict, accumulation=several.verdict.findings)
+        several = several.verdict
+        return replace(one.verdict, accumulation=several.findings, together=several.together)
     if not one.can_accumulate and all(each.tensor == NORM for each in one.verdict.findings):
         return one.verdict  # what several micro-batches break would hide the norm
     return replace(several.verdict, right_with_one=one.verdict.right)
@@ -242,6 +243,7 @@ def _compare(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: i
             optimizer=jobs.optimizer.__name__,
             states=judge.states(),
             where=_where(everyone, runs) if jobs.where else "",
+            together=judge.together(findings),
         )
 
     return _Compared(on_main(own, verdict), trained.can_accumulate)
@@ -314,5 +316,5 @@ def _named_stale(
         )
         # Every gradient agrees with stale weights, so that explains all of the findings.
         if not left:
-            return [replace(each, signature=STALE) for each in findings]
+            return [replace(each, signature=STALE, part=None) for each in findings]
     return findings

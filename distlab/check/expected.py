@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distlab.check.reference import Sums
-from distlab.check.tensors import SLACK
+from distlab.check.tensors import SLACK, per_element
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,15 @@ class Right:
         """Return whether a tensor is as near as a right one."""
         return self.distance(seen) <= 1
 
+    def of_elements(self, elements: Tensor, shape: torch.Size) -> "Right":
+        """Return some elements of a parameter of this shape, in which all of the error may be."""
+        all_of_it = math.sqrt(shape.numel() / max(len(elements), 1))
+        return Right(
+            per_element(self.value, shape)[elements],
+            per_element(self.element, shape)[elements],
+            all_of_it * self.rms,
+        )
+
     def plus(self, other: "Right", factor: float = 1.0, own: float = 1.0) -> "Right":
         """Return own · this + factor · the other."""
         return Right(
@@ -72,11 +81,16 @@ class Expected:
         self.at_end = at_end
         self.of_ranks, self.dtypes, self.micro_batches = of_ranks, dtypes, micro_batches
         self.ranks = len(of_ranks)
+        # The last parameter that was asked for, and its right gradient. A judge asks for that of a
+        # wrong one several times in a row.
+        self._last: tuple[str, Right] | None = None
 
     def mean(self, name: str) -> Right:
         """Return the right gradient."""
-        # Each rank contributes the same share of the mean.
-        return self.combination(name, [1 / self.ranks] * self.ranks)
+        if self._last is None or self._last[0] != name:
+            # Each rank contributes the same share of the mean.
+            self._last = name, self.combination(name, [1 / self.ranks] * self.ranks)
+        return self._last[1]
 
     def combination(self, name: str, weights: Sequence[float], part: str = "own") -> Right:
         """Return Σ over ranks of weight × gradient, and the error that rounding may cause.

@@ -13,6 +13,7 @@ from distlab.check.expected import Expected, Right
 from distlab.check.jobs import STEPS, Jobs
 from distlab.check.norm import norm_error
 from distlab.check.optimizer import Alone, States, step_alone
+from distlab.check.parts import Part, narrowed, together
 from distlab.check.reference import Copy, Run
 from distlab.check.signatures import (
     ABSENT,
@@ -52,8 +53,11 @@ from distlab.check.signatures import (
     SUMMED,
     TIED,
     UNKNOWN,
+    UNTIED,
+    VAGUE,
+    WITH_PARTS,
 )
-from distlab.check.tensors import SLACK, Tensors, wide
+from distlab.check.tensors import SLACK, Tensors, per_element, wide
 from distlab.check.training import Trained
 from distlab.check.verdict import NORM, Finding
 from distlab.check.weights import IGNORED, TARGETS_ALIKE
@@ -133,6 +137,18 @@ class Judge:
                 )
         return ""
 
+    def together(self, findings: Sequence[Finding]) -> tuple[str, ...]:
+        """Return sentences about ranges of a flat buffer in which several tensors are wrong."""
+        named = dict(self.copy.module.named_parameters())
+        sentences = []
+        for signature in dict.fromkeys(each.signature for each in findings):
+            parts = {each.tensor: each.part for each in findings if each.signature == signature}
+            # Of a parameter that does not train, only the initial value is sent.
+            names = named if findings[0].what == "initial value" else self.copy.trainable
+            sizes = {name: named[name].numel() for name in names}
+            sentences += together(parts, sizes)
+        return tuple(sentences)
+
     def _refuse_nothing(self, step: int) -> None:
         """Raise NothingToCompare where one process has no gradients in a step."""
         some = False
@@ -158,10 +174,22 @@ class Judge:
             each = torch.stack([wide(rank.initial[name]) for rank in self.ranks])
             # NaN is never equal to NaN, so both are replaced before the comparison.
             if not torch.equal(each.nan_to_num(), each[:1].expand_as(each).nan_to_num()):
-                found.append(
-                    Finding(name, "initial value", 0, _error(each, each[0]), NOT_BROADCAST)
-                )
+                error = _error(each, each[0])
+                part = self._part_not_broadcast(name, each.nan_to_num())
+                found.append(Finding(name, "initial value", 0, error, NOT_BROADCAST, part))
         return found
+
+    def _part_not_broadcast(self, name: str, each: Tensor) -> Part | None:
+        """Return the part of an initial value that was not broadcast, None if it is all of it."""
+        initial = self.ranks[0].initial[name]
+        wrong = (each != each[0]).any(0)
+        # Zeros, such as those of a padding row, are the same on all ranks without a broadcast.
+        undecided = each[0] == 0
+
+        def mistake_in(elements: Tensor) -> str | None:
+            return NOT_BROADCAST if per_element(wrong, initial.shape)[elements].any() else None
+
+        return narrowed(NOT_BROADCAST, wrong, undecided, initial, mistake_in)[1]
 
     def _norms(self) -> list[Finding]:
         """Find a wrong norm, of gradients that are right."""
@@ -199,7 +227,12 @@ class Judge:
         """
         self._refuse_nothing(step)
         expected = self.expected[step - 1]
-        named = {name: self._signature(step, name) for name in self.copy.trainable}
+        named: dict[str, str | None] = {}
+        parts: dict[str, Part | None] = {}
+        for name in self.copy.trainable:
+            named[name], parts[name] = self._signature(step, name), None
+            if named[name] in WITH_PARTS:
+                named[name], parts[name] = self._wrong_part(step, name, named[name])
         wrong = {name for name, signature in named.items() if signature is not None}
         vectors = {name for name, parameter in self.copy.trainable.items() if parameter.ndim < 2}
         found = []
@@ -209,14 +242,66 @@ class Judge:
                 continue
             # Every wrong tensor is tied, and others are right: the second name explains the sum,
             # and not the ranks.
-            if signature == SUMMED and wrong <= self.copy.tied < named.keys():
+            all_tied = wrong <= self.copy.tied < named.keys()
+            if signature == SUMMED and all_tied and parts[name] is None:
                 signature = TIED
             # Only ranks that were given the same batch can have parts of a sequence.
             elif signature == PART and self.jobs.same_batch and wrong <= vectors < named.keys():
                 signature += SEQUENCE
             error = _error(self._seen(step, name), expected.mean(name).value)
-            found.append(Finding(name, "gradient", step, error, signature))
+            found.append(Finding(name, "gradient", step, error, signature, parts[name]))
+        return self._untied(found)
+
+    def _untied(self, findings: list[Finding]) -> list[Finding]:
+        """Rename gradients without a known mistake if a tied weight was replaced."""
+        pairs = self.ranks[0].untied
+        vague = {each.tensor for each in findings if each.signature in VAGUE}
+        # If the gradient of the tied weight itself is right or has another name, the replacement
+        # does not explain it.
+        if vague.isdisjoint(first for first, _ in pairs):
+            return findings
+        signature = "; ".join(f"'{second}' {UNTIED} '{first}'" for first, second in pairs)
+        signature += ": the wrapper replaced one of the two"
+        found = []
+        for each in findings:
+            if each.signature in VAGUE:
+                each = replace(each, signature=signature, part=None)
+            found.append(each)
         return found
+
+    def _wrong_part(self, step: int, name: str, signature: str) -> tuple[str, Part | None]:
+        """Return the mistake in the wrong part of a gradient, and this part.
+
+        Args:
+            signature: mistake of the whole gradient, which is returned if it is all wrong.
+        """
+        expected = self.expected[step - 1]
+        mean = expected.mean(name)
+        right = (self._seen(step, name) - mean.value).abs() <= mean.element
+        wrong = ~right.all(0)  # also where it is not a number
+        if wrong.all():
+            return signature, None
+        # A gradient of zero, or of noise, is right with most mistakes.
+        size = torch.stack([rank[name].magnitude for rank in expected.of_ranks]).sum(0)
+
+        def mistake_in(elements: Tensor) -> str | None:
+            return self._of_elements(name, elements)._signature(step, name)
+
+        undecided = size <= mean.element
+        return narrowed(signature, wrong, undecided, self.copy.trainable[name], mistake_in)
+
+    def _of_elements(self, name: str, elements: Tensor) -> "Judge":
+        """Return a judge of the gradients of some elements of a parameter alone."""
+        shape = self.copy.trainable[name].shape
+        ranks = []
+        for rank in self.ranks:
+            cut = [{name: per_element(wide(of[name]), shape)[elements]} for of in rank.gradients]
+            ranks.append(replace(rank, gradients=cut))
+        runs = []
+        for run in self.runs:
+            sums = [{name: of_step[name].of_elements(elements, shape)} for of_step in run.sums]
+            runs.append(replace(run, sums=sums))
+        return Judge(ranks, runs, self.copy, self.jobs)
 
     def _signature(self, step: int, name: str) -> str | None:
         """Return which mistake gives the gradients of a tensor; None if they are right."""
@@ -339,11 +424,9 @@ class Judge:
         ranks = expected.ranks
         if ranks > 8:
             return False  # 2^P ways
-        alike = [each for each in self.copy.trainable if each != name]
+        sums = expected.of_ranks[0]
         alike = [
-            each
-            for each in alike
-            if self.copy.trainable[each].shape == self.copy.trainable[name].shape
+            each for each in sums if each != name and sums[each].own.shape == sums[name].own.shape
         ]
         # A tensor whose gradient is noise explains nothing: its share cannot be seen.
         alike = [
@@ -529,9 +612,9 @@ class Judge:
         """Find what differs after a step whose gradients were right."""
         found = []
         for name in self.copy.trainable:
-            signature, error = self._update(step, name)
+            signature, part, error = self._update(step, name)
             if signature is not None:
-                found.append(Finding(name, "value", step, error, signature))
+                found.append(Finding(name, "value", step, error, signature, part))
         for name in self.copy.frozen:
             right = wide(self.ranks[0].initial[name])
             after = self._after(step, name)
@@ -547,40 +630,68 @@ class Judge:
             [wide((rank.final if step == STEPS else rank.values)[name]) for rank in self.ranks]
         )
 
-    def _update(self, step: int, name: str) -> tuple[str | None, float]:
-        """Return which mistake gives the value after a step, None if it is right, and its error."""
+    def _update(self, step: int, name: str) -> tuple[str | None, Part | None, float]:
+        """Return which mistake gives the value after a step, its part, and the error.
+
+        The mistake is None if the value is right, and the part is None if all of it is wrong.
+        """
         before = wide((self.ranks[0].initial if step == 1 else self.ranks[0].values)[name])
         after = self._after(step, name)
         changes = [self._change(step, name, rank) for rank in range(len(after))]
         # No update can be compared that is not finite, for example in fp16.
         if any(change is None for change in changes):
-            return None, 0.0
-        eps = torch.finfo(self.copy.trainable[name].dtype).eps
+            return None, None, 0.0
+        parameter = self.copy.trainable[name]
+        dtype, shape = parameter.dtype, parameter.shape
+        error = _error(after, _updated(before, changes[0], 1, dtype).value)
+        signature = self._mistake_in_update(before, after, changes, dtype)
+        if signature not in WITH_PARTS:
+            return signature, None, error
+        wrong = torch.zeros_like(before, dtype=torch.bool)
+        undecided = torch.ones_like(wrong)
+        for each, change in zip(after, changes, strict=True):
+            right = _updated(before, change, 1, dtype)
+            wrong |= ~((each - right.value).abs() <= right.element)
+            # An update within the rounding is right if it was sent, and if it was not.
+            undecided &= change.value.abs() <= right.element
 
-        def updated(times: float, change: Right = changes[0]) -> Right:
-            value = before + times * change.value
-            # The product and the difference are each rounded by half an eps; a master copy in
-            # higher precision is not.
-            rounding = eps / 2 * (value.abs() + 2 * abs(times) * change.value.abs()) * 1.01
-            rms = rounding.square().mean().sqrt().item() + abs(times) * change.rms
-            # The smallest bounds keep an exact value of 0 from being refused.
-            return Right(value, 2 * rounding + abs(times) * change.element + 1e-30, rms + 1e-30)
+        def mistake_in(elements: Tensor) -> str | None:
+            return self._mistake_in_update(
+                per_element(before, shape)[elements],
+                torch.stack([per_element(each, shape)[elements] for each in after]),
+                [change.of_elements(elements, shape) for change in changes],
+                dtype,
+            )
 
-        right = updated(1)
-        error = _error(after, right.value)
-        if all(updated(1, changes[rank]).agrees(each) for rank, each in enumerate(after)):
-            return None, error
+        return *narrowed(signature, wrong, undecided, parameter, mistake_in), error
+
+    def _mistake_in_update(
+        self, before: Tensor, after: Tensor, changes: Sequence[Right], dtype: torch.dtype
+    ) -> str | None:
+        """Return which mistake gives the values of all ranks after a step, None if they are right.
+
+        Args:
+            before: value before the step.
+            after: value of each rank after it.
+            changes: right change on each rank.
+        """
+        rights = [_updated(before, change, 1, dtype) for change in changes]
+        if all(right.agrees(each) for right, each in zip(rights, after, strict=True)):
+            return None
         # Ranks that differ have not exchanged their updates.
-        if not all(replace(right, value=after[0]).agrees(each) for each in after):
-            return NOT_SENT, error
+        if not all(replace(rights[0], value=after[0]).agrees(each) for each in after):
+            return NOT_SENT
+
+        def updated(times: float) -> Right:
+            return _updated(before, changes[0], times, dtype)
+
         if all(map(updated(2).agrees, after)):
-            return STEPPED_TWICE, error
+            return STEPPED_TWICE
         if all(map(updated(0).agrees, after)):
-            return NOT_STEPPED, error
-        dtype = self.copy.trainable[name].dtype
+            return NOT_STEPPED
         if self._decayed(before, after, changes[0].value, updated, dtype):
-            return DECAYED, error
-        return STEPPED_WRONG, error
+            return DECAYED
+        return STEPPED_WRONG
 
     def _change(self, step: int, name: str, rank: int) -> Right | None:
         """Return the right change of a parameter in a step. None if there is none to compare."""
@@ -645,6 +756,18 @@ class Judge:
                 )
                 found.append(Finding(name, "buffer", STEPS, error, BUFFER))
         return found
+
+
+def _updated(before: Tensor, change: Right, times: float, dtype: torch.dtype) -> Right:
+    """Return a value after `times` its right change."""
+    value = before + times * change.value
+    # The product and the difference are each rounded by half an eps; a master copy in higher
+    # precision is not.
+    eps = torch.finfo(dtype).eps
+    rounding = eps / 2 * (value.abs() + 2 * abs(times) * change.value.abs()) * 1.01
+    rms = rounding.square().mean().sqrt().item() + abs(times) * change.rms
+    # The smallest bounds keep an exact value of 0 from being refused.
+    return Right(value, 2 * rounding + abs(times) * change.element + 1e-30, rms + 1e-30)
 
 
 def _equal(first: Tensors, second: Tensors) -> bool:

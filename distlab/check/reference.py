@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from distlab.bench.task import Task
 from distlab.check.messages import exchange
-from distlab.check.tensors import Tensors, copies, load, wide
+from distlab.check.tensors import Tensors, copies, load, per_element, wide
 from distlab.check.weights import Weights, seen_in, weights_of
 from distlab.check.where import Calls, Trace
 from distlab.comm import RankContext
@@ -175,6 +175,27 @@ class Sums:
     def part(self, name: str) -> Tensor:
         """Return the sum with this name: "own", "first", "last" or a weighing of `others`."""
         return self.others[name] if name in self.others else getattr(self, name)
+
+    def of_elements(self, elements: Tensor, shape: torch.Size) -> "Sums":
+        """Return the sums of some elements of a parameter of this shape.
+
+        `largest` stays that of the whole: its share of the rounding is that of any element.
+        """
+
+        def cut(tensor: Tensor) -> Tensor:
+            return per_element(tensor, shape)[elements]
+
+        return Sums(
+            own=cut(self.own),
+            others={name: cut(tensor) for name, tensor in self.others.items()},
+            first=cut(self.first),
+            last=cut(self.last),
+            magnitude=cut(self.magnitude),
+            partial=cut(self.partial),
+            noise=cut(self.noise),
+            shift=cut(self.shift),
+            largest=self.largest,
+        )
 
 
 def _weighted(gradients: Tensor, weights: Sequence[float]) -> Tensor:

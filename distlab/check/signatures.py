@@ -47,4 +47,10 @@ STATE_OWN = "state: moments are not averaged, they are those of each rank's own 
 STATE_RESET = "state reset: after the second step it is that of one step"
 STATE_COUNT = "state: step count differs (it corrects the bias of moments)"
 STATE_UNKNOWN = "state is not that of one process, and no known mistake"
+UNTIED = "is no longer tied to"  # between two names
+# They say what is visible in the whole tensor. A part of it may have a mistake with a name.
+VAGUE = (SHARE, APART, UNKNOWN, STEPPED_WRONG)
+WITH_PARTS = (*VAGUE, NOT_A_NUMBER, NOT_SENT)
+# They were seen in some elements, and not computed for each of them.
+SEEN = (NOT_BROADCAST, NOT_A_NUMBER, NOT_SENT, ABSENT)
 UNNAMED = (ROUNDED, APART, UNKNOWN)  # may be a consequence of another mistake

@@ -36,3 +36,12 @@ def wide(tensor: Tensor) -> Tensor:
     """Return a tensor in fp64 on the CPU; a complex one with its two parts as a last dimension."""
     tensor = tensor.detach().cpu()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
+
+
+def per_element(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """Return a tensor of `wide`, or a mask of it, with one row for each element of its parameter.
+
+    Args:
+        shape: shape of the parameter. A complex element has two numbers in its row.
+    """
+    return tensor.reshape(shape.numel(), -1)

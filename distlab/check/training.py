@@ -42,6 +42,8 @@ class Trained:
     absent: list[set[str]]  # for each step, the parameters without a gradient
     states: list[States]  # for each step, the optimizer's state after it
     calls: Calls  # results of each module; empty if nothing was recorded
+    # pairs of names that were one tied parameter before the module was wrapped, and are two now
+    untied: list[tuple[str, str]]
 
 
 def train(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int) -> Trained:
@@ -56,10 +58,12 @@ def train(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int)
         module = task.build(jobs.seed + own.rank, own.device)
         num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
         size_mb = num_bytes / 2**20 / 4  # at least four buckets
+        tied = _tied(module)
         trace = Trace(module)  # with the names that modules have before they are wrapped
         model, optimizer = strategy.build(
             module, group, jobs.optimizer, {"lr": jobs.task.lr}, bucket_size_mb=size_mb
         )
+        untied = _untied(tied, module)
         initial = copies(model.full_parameters(), module)
         gradients, absent, norms, values, taken = [], [], [], {}, []
 
@@ -112,7 +116,31 @@ def train(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: int)
         absent,
         states,
         trace.calls,
+        untied,
     )
+
+
+def _tied(module: nn.Module) -> list[tuple[str, str]]:
+    """Return for each further name of a tied parameter its first name and this one."""
+    first_names: dict[nn.Parameter, str] = {}
+    pairs = []
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(parameter, name)
+        if first != name:
+            pairs.append((plain(first), plain(name)))
+    return pairs
+
+
+def _untied(pairs: list[tuple[str, str]], module: nn.Module) -> list[tuple[str, str]]:
+    """Return the pairs of names that the module now has for two parameters."""
+    now = {plain(name): p for name, p in module.named_parameters(remove_duplicate=False)}
+    found = []
+    for first, second in pairs:
+        # A wrapper may rename a parameter, and then there is nothing to compare.
+        both_there = first in now and second in now
+        if both_there and now[first] is not now[second]:
+            found.append((first, second))
+    return found
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ from typing import Any
 from tabulate import tabulate
 
 from distlab.check.jobs import STEPS
+from distlab.check.parts import Part
 from distlab.check.signatures import FROZEN
 
 ROWS = 20  # most rows of a verdict's table
@@ -24,6 +25,7 @@ class Finding:
         step: number from 1 on, or 0 before the first step.
         error: largest |Δ| over ranks and elements, relative to the largest element in one process.
         signature: mistake that gives these values.
+        part: elements that have this mistake, if the others are right. None if all are wrong.
     """
 
     tensor: str
@@ -31,6 +33,7 @@ class Finding:
     step: int
     error: float
     signature: str
+    part: Part | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,6 +58,7 @@ class Verdict:
         optimizer: name of its class.
         states: number of tensors of its state that were compared after each step.
         where: sentence about the first module that differs, if that was asked for.
+        together: sentences about ranges of a flat buffer in which several tensors are wrong.
     """
 
     ranks: int
@@ -70,6 +74,7 @@ class Verdict:
     optimizer: str = "SGD"
     states: int = 0
     where: str = ""
+    together: tuple[str, ...] = ()
 
     @property
     def right(self) -> bool:
@@ -96,8 +101,19 @@ class Verdict:
                 for each in shown[:ROWS]
             ]
             titles = ("tensor", "differs in", "step", "max |Δ|", "signature")
+            has_parts = any(each.part is not None for each in shown)
+            if has_parts:
+                titles = (*titles, "wrong part")
+                parts_shown = [str(each.part or "") for each in shown[:ROWS]]
+                rows = [(*row, part) for row, part in zip(rows, parts_shown, strict=True)]
             more = f"\nand {len(shown) - ROWS} more" if len(shown) > ROWS else ""
             parts.append(tabulate(rows, titles, disable_numparse=True) + more)
+            if has_parts:
+                notes = [
+                    "Where a wrong part is given, the rest of the tensor is right.",
+                    *self.together,
+                ]
+                parts.append("\n".join(notes))
         if self.findings and self.right_with_one:
             parts.append(
                 "With one micro-batch per step it is right: look at no_sync() and at what "
