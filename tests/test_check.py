@@ -551,6 +551,30 @@ def norms_of_a_part(module, group):
     return CutSequence(module, group), finish
 
 
+def computes_in_bf16(module, group):
+    """Run forward and backward under autocast, and average as it should."""
+    _, finish = by_hand(module, group)
+
+    def forward(*inputs):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return module(*inputs).float()
+
+    return forward, finish
+
+
+def none_on_the_last(module, group):
+    """Average, and then lose the gradients of the last rank."""
+    _, average = by_hand(module, group)
+
+    def finish():
+        average()
+        if group.rank() == group.size() - 1:
+            for parameter in module.parameters():
+                parameter.grad = None
+
+    return module, finish
+
+
 def counts_of_all(module, group):
     """Megatron-LM 7452, finding 10: a count that scales a router's loss is summed in place."""
     count = torch.ones(())
@@ -579,6 +603,8 @@ RIGHT = [  # model, wrapper or strategy
 ]
 WRONG = {  # wrapper → model, signature, tensors that have it
     "in_bf16": ("mlp", signatures.ROUNDED, None),
+    "computes_in_bf16": ("mlp", signatures.LIKE_BF16, None),
+    "none_on_the_last": ("mlp", signatures.ABSENT, None),
     "scaled_by_rank": ("mlp", signatures.APART, None),
     "moves_a_buffer": ("with_statistics", signatures.BUFFER, {"1.running_mean"}),
     "divided_twice": ("mlp", signatures.DIVIDED, None),
@@ -1000,6 +1026,11 @@ def a_copy(module, group):
     return mlp()[0]
 
 
+def static_ddp(module, group):
+    """torch refuses no_sync() in the first step, and the check accumulates there."""
+    return DistributedDataParallel(module, process_group=group, static_graph=True)
+
+
 @pytest.mark.parametrize(
     "model, wrap, message",
     [
@@ -1021,6 +1052,7 @@ def a_copy(module, group):
             r"it returned 4 things",
         ),
         (mlp, a_copy, "must train the module it is given"),
+        (mlp, static_ddp, r"With one micro-batch per step it is right: try --micro-batches 1"),
         (mlp, flat_shards_alone, r"0.weight has shape \(24,\) .* a method gather\(name, local\)"),
         (mlp, gathers_a_part, r"gather\('0.weight', local\) returned \(24,\) .* shape \(8, 6\)"),
         (mlp, "bucketted", "did you mean bucketed"),

@@ -54,9 +54,12 @@ from distlab.train.data import SyntheticTokens
 from distlab.train.step import Loss, LossFunction, loss_in_head, mean_loss, next_token_loss
 
 BATCHES = 4  # number of different batches of a benchmark, which are used one after the other
-# Folders whose files are not the user's: those of distlab, of Python and of installed packages.
+# Folders whose files are not the user's: those of this repository's packages, of Python and of
+# installed packages.
 NOT_THE_USERS = (
     Path(__file__).parents[1],
+    Path(__file__).parents[2] / "experiments",
+    Path(__file__).parents[2] / "launch",
     *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")),
 )
 

@@ -18,7 +18,7 @@ from distlab.check.judge import Judge, NothingToCompare
 from distlab.check.messages import from_main, gather_on_main, on_all
 from distlab.check.optimizer import optimizer_class
 from distlab.check.reference import EACH_FORWARD, EACH_STEP, OWN_BUFFERS, Copy, Run, step_size
-from distlab.check.signatures import STALE, UNNAMED
+from distlab.check.signatures import LIKE_BF16, STALE, UNKNOWN, UNNAMED
 from distlab.check.tensors import Tensors
 from distlab.check.training import Trained, train
 from distlab.check.verdict import NORM, Finding, Verdict
@@ -167,6 +167,10 @@ def _compare_twice(own: RankContext, group: ProcessGroup, jobs: Jobs) -> Verdict
         if one.can_accumulate or not one.verdict.right:
             # The error counts, because accumulation was promised or one micro-batch is wrong as
             # well.
+            if one.verdict.right:
+                raise ValueError(
+                    f"{failure}. With one micro-batch per step it is right: try --micro-batches 1"
+                ) from None
             raise failure
         raised = Finding("(the training step)", "error", 0, 0.0, str(failure))
         return replace(one.verdict, accumulation=(raised,))
@@ -223,6 +227,8 @@ def _compare(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: i
         for each in findings
     ):
         findings = _named_stale(own, copy, findings, everyone, trained, parameters, steps, jobs)
+    if any(each.signature == UNKNOWN for each in findings):
+        findings = _named_in_bf16(own, copy, findings, everyone, runs, parameters, steps, jobs)
     ranks = own.world_size
 
     def verdict() -> Verdict:
@@ -256,6 +262,41 @@ def _where(everyone: Sequence[Trained], runs: Sequence[Run]) -> str:
         [run.calls[0] for run in runs],
         [run.calls[1] for run in runs],
     )
+
+
+def _named_in_bf16(
+    own: RankContext,
+    copy: Copy,
+    findings: list[Finding],
+    everyone: Sequence[Trained],
+    runs: Sequence[Run],
+    parameters: Sequence[Tensors],
+    steps: Sequence[Sequence[Any]],
+    jobs: Jobs,
+) -> list[Finding]:
+    """Rename findings if the gradients differ by no more than they do under autocast to bf16."""
+
+    def in_bf16() -> Run | None:
+        try:
+            with torch.autocast(own.device.type, torch.bfloat16):
+                return copy.run(parameters, steps, parameters[0], OWN_BUFFERS, (), own)
+        except RuntimeError:
+            return None  # torch refuses some operations, such as binary_cross_entropy
+
+    others = gather_on_main(on_all(own, in_bf16), own)
+
+    def renamed() -> list[Finding]:
+        if None in others:
+            return findings
+        judge = Judge(everyone, runs, copy, jobs)
+        if not judge.differs_like(Judge(everyone, others, copy, jobs), findings):
+            return findings
+        return [
+            replace(each, signature=LIKE_BF16) if each.signature == UNKNOWN else each
+            for each in findings
+        ]
+
+    return on_main(own, renamed)
 
 
 def _named_stale(

@@ -24,6 +24,7 @@ SHARE = "ranks differ and their mean is right: not averaged"
 SEQUENCE = ", in vectors only, as where a rank has a part of the sequence"
 MEANS = "mean of means: micro-batches (or ranks) weigh alike, tokens do not"
 ROUNDED = "within the rounding of bf16: computed or reduced in half precision"
+LIKE_BF16 = "near the right one, as if computed in bf16: by autocast?"
 OTHER_TENSOR = "mixed with another tensor's: sent in another order"
 ABSENT = "zero, or none, on some rank"
 APART = "ranks differ from one another"
@@ -53,4 +54,4 @@ VAGUE = (SHARE, APART, UNKNOWN, STEPPED_WRONG)
 WITH_PARTS = (*VAGUE, NOT_A_NUMBER, NOT_SENT)
 # They were seen in some elements, and not computed for each of them.
 SEEN = (NOT_BROADCAST, NOT_A_NUMBER, NOT_SENT, ABSENT)
-UNNAMED = (ROUNDED, APART, UNKNOWN)  # may be a consequence of another mistake
+UNNAMED = (ROUNDED, LIKE_BF16, APART, UNKNOWN)  # may be a consequence of another mistake

@@ -23,7 +23,8 @@ class Finding:
             `buffer`, `norm` (of the whole gradient), or `state` and its kind, such as
             `state exp_avg` (of the optimizer, after a step).
         step: number from 1 on, or 0 before the first step.
-        error: largest |Δ| over ranks and elements, relative to the largest element in one process.
+        error: largest |Δ| over ranks and elements, relative to the largest element in one process
+            (not relative where all of these are zero).
         signature: mistake that gives these values.
         part: elements that have this mistake, if the others are right. None if all are wrong.
     """
@@ -100,7 +101,7 @@ class Verdict:
                 (each.tensor, each.what, each.step, f"{each.error:.1e}", each.signature)
                 for each in shown[:ROWS]
             ]
-            titles = ("tensor", "differs in", "step", "max |Δ|", "signature")
+            titles = ("tensor", "differs in", "step", "relative |Δ|", "signature")
             has_parts = any(each.part is not None for each in shown)
             if has_parts:
                 titles = (*titles, "wrong part")

@@ -131,6 +131,12 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     reasons = refusals(config, known, context)
     rows = [Row(variant, refusal=reasons.get(variant.name)) for variant in known]
     rows += [Row(Variant(name, wrapped_by(name))) for name in config.wraps]
+    names = [row.name for row in rows]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            run.notice(f"{name} is given {names.count(name)} times, and measured once")
+    # The last row of a name would take the results of the others.
+    rows = list({row.name: row for row in rows}.values())
     refused = [row for row in rows if row.refusal is not None]
     # Refused rows are announced now, since the measurement that follows takes minutes.
     for row in refused:

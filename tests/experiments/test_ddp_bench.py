@@ -31,6 +31,7 @@ from experiments.ddp_bench.columns import draw_step_times
 from experiments.ddp_bench.comparison import compare, open_rows
 from launch.__main__ import _to_end
 from tests.commands import ROOT, children, on_terminal, python, shown
+from tests.experiments.frame import measured
 from tests.experiments.noisy import each_seed
 
 SMOKE = DDPBenchConfig(**ddp_bench.EXPERIMENT.preset("smoke", on_gpu=False))
@@ -61,6 +62,11 @@ def test_every_row_is_complete_checked_and_written(smoke):
     assert {path.name for path in folder.iterdir()} >= pictures | {
         f"trace_naive_rank{rank}.json.gz" for rank in (0, 1)
     }
+
+
+def test_a_row_that_is_given_twice_is_measured_once(tmp_path):
+    records = measured(ddp_bench.EXPERIMENT, tmp_path, strategies=("local", "naive", "naive"))
+    assert [record.variant for record in records] == ["local", "naive"]
 
 
 @pytest.mark.ranks(4)
