@@ -15,7 +15,7 @@ from distlab.grade import attention, data_parallel, fsdp, sharded_optimizer
 from distlab.grade.as_wrapper import timed
 from distlab.grade.child import remove
 from distlab.grade.hooks import ADAPTERS, PARTS, Part, chosen
-from distlab.grade.invariant import Absent, Broken, Invariant, Skipped
+from distlab.grade.invariant import Absent, Broken, Invariant, Refused, Skipped
 from distlab.grade.job import Job
 from distlab.grade.processes import RAISES, Observed, observe
 from distlab.grade.report import (
@@ -242,14 +242,15 @@ class _Part:
                 # The experiment of several invariants has one failure, and one row says what it is.
                 if not is_first:
                     return replace(here, status=NOT_EXAMINED, seen=f"as above: {observed.failure}")
-                is_harmless = observed.failure.startswith(RAISES) and invariant.may_refuse
-                status = REFUSED if is_harmless else BROKEN
-                expected = "" if is_harmless else "a result"
-                return replace(here, status=status, expected=expected, seen=observed.failure)
+                if observed.failure.startswith(RAISES):
+                    return _refused(here, invariant, observed.failure)
+                return replace(here, status=BROKEN, expected="a result", seen=observed.failure)
             try:
                 invariant.judge(observed.ranks)
             except Absent as absent:
                 return replace(here, status=NOT_HANDED_IN, seen=str(absent))
+            except Refused as refused:
+                return _refused(here, invariant, str(refused))
             except Skipped as skipped:
                 return replace(here, status=NOT_EXAMINED, seen=str(skipped))
             except Broken as broken:
@@ -331,6 +332,13 @@ class _Part:
         self.failures.append(observed.failure)
         self.observed[key] = observed
         return observed, True
+
+
+def _refused(row: Row, invariant: Invariant, seen: str) -> Row:
+    """Return the row of a submission that raised an error of its own instead of a result."""
+    if invariant.may_refuse:
+        return replace(row, status=REFUSED, seen=seen)
+    return replace(row, status=BROKEN, expected="a result", seen=seen)
 
 
 def _key(experiment: str, settings: dict[str, Any], ranks: int) -> tuple[Any, ...]:

@@ -104,7 +104,8 @@ def page_view(report: Report) -> View:
         parted_by="config.part",
         reading=f"{HOLDS} and {BROKEN} are verdicts. {REFUSED}: an error of the submission's own, "
         f"where a wrong result would be worse. {NOT_EXAMINED}: a row that would repeat another "
-        f"one. {NOT_HANDED_IN}: a function is missing, or raises NotImplementedError.\n\n"
+        f"one. {NOT_HANDED_IN}: a function is missing, raises NotImplementedError or returns "
+        "None.\n\n"
         f"{BEYOND_NOTE}. docs/learn/grade.md says what is examined.",
         prediction="None: invariants hold or do not.",
     )

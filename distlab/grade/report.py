@@ -142,7 +142,9 @@ class Report:
             if rows[0].status == NOT_HANDED_IN:
                 row[part] = NOT_HANDED_IN
             else:
-                row[part] = f"{sum(each.status != BROKEN for each in rows)}/{len(rows)}"
+                # An accepted error counts for the student, and a row that nothing examined does not.
+                right = sum(each.status in (HOLDS, REFUSED) for each in rows)
+                row[part] = f"{right}/{len(rows)}"
         broken = [f"{each.part}: {each.invariant}" for each in self.rows if each.status == BROKEN]
         row["broken"] = "; ".join(broken)
         return row
