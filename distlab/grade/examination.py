@@ -71,8 +71,14 @@ def grade(
         most_ranks = torch.cuda.device_count() if backend == "nccl" else 3
         for part in chosen(tuple(only), year):
             examination = _Part(part, copy, adapters, device, backend, seconds, progress)
+            if not report.rows:
+                # Once, because every part needs the same module.
+                failure = examination.import_failure()
+                if failure:
+                    report.failure = f"{adapters or ADAPTERS} cannot be imported: {failure}"
+                    break
             report.rows += examination.rows(most_ranks)
-        if is_timed:
+        if is_timed and not report.failure:
             progress("timing the wrappers")
             report.timing = timed(copy.folder, adapters, _wrappers(report))
     finally:
@@ -193,6 +199,11 @@ class _Part:
         is_interpreted = self.device == "cpu" and self.part.name.endswith("triton")
         dtypes = ("fp16",) if is_interpreted else ("fp16", "bf16")
         return attention.invariants(self.part, dtypes)
+
+    def import_failure(self) -> str:
+        """Return why the module of hooks cannot be imported, as a sentence; empty if it can."""
+        observed = self._run("import_hooks", {}, 0, self.seconds)
+        return observed.failure or observed.missing
 
     def rows(self, most_ranks: int) -> list[Row]:
         """Return a row for each invariant, or one row if the part is not handed in.

@@ -285,3 +285,50 @@ def test_an_input_that_a_kernel_refuses_does_not_count_as_held(tmp_path):
     counts = report.counts()
     right = counts["holds"] + counts["refuses"]
     assert report.csv_row()["rmsnorm-pytorch"] == f"{right}/{len(report.rows)}"
+
+
+@pytest.mark.parametrize(
+    "source, said",
+    [
+        pytest.param(
+            "import no_such_package\n\n\ndef get_ddp(module):\n    return module\n",
+            "it raises at tests/adapters.py:1: ModuleNotFoundError: No module named "
+            "'no_such_package'",
+            id="a missing package",
+        ),
+        pytest.param(
+            "from mine import helper\n",
+            "it raises at mine.py:2: NameError: name 'heler' is not defined",
+            id="an error of the submission's own module",
+        ),
+        pytest.param(
+            "def get_ddp(module)\n    return module\n",
+            "it raises: SyntaxError: expected ':' (adapters.py, line 1)",
+            id="a mistake in the syntax",
+        ),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_one_sentence_in_every_form(
+    source, said, tmp_path, capsys
+):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    submission(folder, source)
+    (folder / "mine.py").write_text("\nhelper = heler\n")
+    report = grade(folder)
+    sentence = f"tests/adapters.py cannot be imported: {said}"
+    assert report.failure == sentence and report.rows == [] and not report.is_right
+    assert str(report) == f"{folder}: {sentence}"
+    assert report.markdown() == f"**{sentence}**"
+    assert report.to_dict()["failure"] == sentence and report.to_dict()["rows"] == []
+    assert report.csv_row() == {
+        "folder": str(folder),
+        "seconds": round(report.seconds, 1),
+        "broken": sentence,
+    }
+    out = tmp_path / "outputs"
+    show([report], GradeOptions(out=str(out)))
+    assert sentence in capsys.readouterr().out
+    (page,) = out.glob("grade/*/report.html")
+    assert page.read_text().count(said.split("'")[0]) >= 1
+    assert "nothing was examined" in (out / "index.html").read_text()
