@@ -210,9 +210,22 @@ def other_set_up(old: SavedRun, new: SavedRun) -> list[str]:
 
 
 def findings(rows: Records) -> list[str]:
-    """Report rows that differ beyond noise, rows that moved together, and rows that are missing."""
+    """Report rows that differ beyond noise, rows that are missing, and rows that moved together."""
+    found = verdicts(rows)
+    moved = machine_moved(rows)
+    if moved is not None:
+        metric = rows[0].config["metric"]
+        found.append(
+            f"Every row's {metric} moved in one direction, by {moved:+.1f} % at least: that is the "
+            "machine or what all rows share, rather than one strategy."
+        )
+    return found
+
+
+def verdicts(rows: Records) -> list[str]:
+    """Report rows that differ beyond noise, rows that do not, and rows that are missing."""
     by_verdict = grouped(rows, lambda row: row.metrics["verdict"])
-    metric, found = rows[0].config["metric"], []
+    found = []
     for verdict in (SLOWER, FASTER):
         for row in sorted(
             by_verdict.pop(verdict, []), key=lambda row: -abs(row.metrics["difference_pct"])
@@ -223,12 +236,6 @@ def findings(rows: Records) -> list[str]:
         found.append(f"Inside the noise: {', '.join(ties)}.")
     for verdict, group in by_verdict.items():
         found.append(f"{verdict}: {', '.join(row.variant for row in group)}.")
-    moved = machine_moved(rows)
-    if moved is not None:
-        found.append(
-            f"Every row's {metric} moved in one direction, by {moved:+.1f} % at least: that is the "
-            "machine or what all rows share, rather than one strategy."
-        )
     return found
 
 

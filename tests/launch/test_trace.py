@@ -1,6 +1,7 @@
 """`distlab trace`: what it prints and writes, and its errors."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +60,34 @@ def test_a_run_against_itself_has_changed_nothing(runs):
     rows, _ = against(explanation, explanation)
     assert {row.metrics["verdict"] for row in rows} <= {"tie", "in neither run"}
     assert changed_causes(explanation, explanation) == []
+
+
+def stretched(paths, folder):
+    """Write traces in which everything takes twice as long."""
+    folder.mkdir()
+    found = []
+    for path in map(Path, paths):
+        body = json.loads(path.read_text())
+        for event in body["traceEvents"]:
+            for name in {"ts", "dur"} & set(event):
+                event[name] *= 2
+        file = folder / path.name
+        file.write_text(json.dumps(body))
+        found.append(str(file))
+    return found
+
+
+def test_a_step_that_changed_in_all_parts_is_not_put_down_to_the_machine(runs, tmp_path, capsys):
+    """The rows are parts of one step, so that they move together does not tell of the machine."""
+    old, _ = runs
+    new = stretched(old, tmp_path / "stretched")
+    assert trace.main([*new, "--against", *old, "--out", str(tmp_path / "outputs")]) == 0
+    printed = capsys.readouterr().out
+    assert "+100.0" in printed
+    assert "machine" not in printed and "one direction" not in printed
+    # Both steps say which average they are.
+    assert "of 60.00 ms on average" in printed
+    assert "What changed in the median step (above: means over the steps):" in printed
 
 
 def test_a_cause_that_fell_below_the_limit_is_said_with_what_is_left(runs):
