@@ -54,6 +54,9 @@ SLOWER, FASTER, TIE, UNSURE = "worse", "better", "tie", "noise unknown"
 MOVED_ROWS, MOVED_PCT = 3, 3.0
 MOST_COLUMNS = 4  # runs that have a column each; of more runs, only the first and the last
 
+# First bytes of files that another command reads: compressed traces, and snapshots of memory.
+GZIP, PICKLE = b"\x1f\x8b", b"\x80"
+
 Key = tuple[str, ...]
 
 
@@ -70,7 +73,7 @@ class SavedRun:
 
         Raises ValueError for a path that is not a run, or a run without rows.
         """
-        path = rows_of(run, *roots)
+        path = run_file(run, *roots)
         records = read_json(path)
         if not records:
             raise ValueError(f"{run}: no rows were measured; run it again")
@@ -80,6 +83,23 @@ class SavedRun:
     def first(self) -> Record:
         """First row, which has the environment of all rows."""
         return self.records[0]
+
+
+def run_file(run: str | Path, *roots: str | Path) -> Path:
+    """Return the file of a run's rows, as `rows_of` finds it.
+
+    Raises:
+        ValueError: there is none, or the file is one that another command reads.
+    """
+    path = rows_of(run, *roots)
+    with open(path, "rb") as file:
+        # torch.profiler writes its events after a few KB about the devices.
+        begin = file.read(2**16)
+    if begin.startswith(GZIP) or b'"traceEvents"' in begin:
+        raise ValueError(f"{run} is a trace, not a run: `distlab trace {run}` explains it")
+    if begin.startswith(PICKLE):
+        raise ValueError(f"{run} is a snapshot, not a run: `distlab memory {run}` explains it")
+    return path
 
 
 def compared(runs: Sequence[SavedRun], control: str | None = None) -> list[Record]:

@@ -241,14 +241,15 @@ def show(arguments: Arguments) -> int:
     args = parser.parse_args(arguments)
 
     # Help and usage errors were answered above, before these imports load torch.
+    from distlab.compare import run_file
     from distlab.report import read_json, reading, write
     from distlab.report.terminal import say
     from distlab.report.view import check_records
-    from distlab.runs import REDRAWN, new_folder, rows_of
+    from distlab.runs import REDRAWN, new_folder
     from launch.runs import refresh_index
 
     # All names are looked up first, so that one that is misspelt leaves no folder.
-    files = [rows_of(run, args.out, ROOT) for run in args.files]
+    files = [run_file(run, args.out, ROOT) for run in args.files]
     records = [record for file in files for record in read_json(file)]
     if not records:
         raise ValueError(f"{', '.join(args.files)}: no records to show")

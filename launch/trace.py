@@ -76,9 +76,9 @@ def main(arguments: Sequence[str]) -> int:
     print(f"{new}\n")
     if old is not None:
         rows, view = against(old, new)
-        print(
-            f"What changed in the median step (above: means over the steps):\n\n{short_table(view, rows)}\n"
-        )
+        # The account above has means, which one long step raises.
+        print("What changed in the median step (above: means over the steps):\n")
+        print(f"{short_table(view, rows)}\n")
         for line in [*view.findings_of(rows), *changed_causes(old, new)]:
             print(highlighted(line))
     records = records_of(new)

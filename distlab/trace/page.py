@@ -115,8 +115,8 @@ def against(old: Explanation, new: Explanation) -> tuple[list[Record], View]:
     """Return the rows and the view of what changed in the parts of a step."""
     runs = [_saved(old), _saved(new)]
     rows = compared(runs)
-    # Not `compare.findings`: the rows are parts of one step. If all moved, the step has changed, and
-    # that does not tell of the machine.
+    # Not `compare.findings`: the rows are parts of one step. If all of them moved, the step has
+    # changed, and that does not tell of the machine.
     return rows, replace(view_of(runs, rows[0].config["metric"]), findings=verdicts)
 
 
