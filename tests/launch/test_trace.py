@@ -96,6 +96,20 @@ def test_a_cause_that_fell_below_the_limit_is_said_with_what_is_left(runs):
     assert said[0].startswith("No longer large: straggler, 6.00 ms per step before, now ")
 
 
+def test_a_folder_stands_for_the_traces_in_it(runs, tmp_path, capsys):
+    old, new = runs
+    (tmp_path / "new" / "notes.txt").write_text("mine")
+    folders = [str(tmp_path / "new"), "--against", str(tmp_path / "old"), "--json"]
+    assert trace.main([*new, "--against", *old, "--json"]) == 0
+    named = capsys.readouterr().out
+    assert trace.main(folders) == 0
+    assert capsys.readouterr().out == named
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ValueError, match=r"empty has no \.json or \.json\.gz file"):
+        trace.main([str(empty)])
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
