@@ -77,7 +77,10 @@ def main(argv: Arguments | None = None) -> int:
         print(f"distlab {__version__}{commit}")
         return 0
     if command not in COMMANDS:
-        print(f"distlab: error: {unknown(command, COMMANDS)}", file=sys.stderr)
+        message = unknown(command, COMMANDS)
+        if command in experiments():
+            message = f"{command!r} is an experiment: did you mean `distlab run {command}`?"
+        print(f"distlab: error: {message}", file=sys.stderr)
         return USAGE_ERROR
     if command == "list":  # answered before torch is loaded, so also if torch is broken
         return COMMANDS[command](rest)
@@ -174,7 +177,10 @@ def run(arguments: Arguments) -> int:
     if not arguments or arguments[0].startswith("-"):
         print("distlab run NAME [options]; `distlab list` shows the names", file=sys.stderr)
         return USAGE_ERROR
-    module = load(arguments[0])
+    name = arguments[0]
+    if name in COMMANDS and name not in experiments():
+        raise ValueError(f"{name!r} is not an experiment: did you mean `distlab {name}`?")
+    module = load(name)
     # Some questions are answered by arithmetic, and begin with a word: `distlab run plan gpus`.
     words = getattr(module, "WORDS", {})
     if words and len(arguments) > 1 and not arguments[1].startswith("-"):

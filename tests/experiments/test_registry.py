@@ -116,6 +116,20 @@ def test_every_experiment_is_experiments():
 def test_an_unknown_experiment_or_command_is_named(capsys):
     assert main(["run", "plam"]) == 2
     assert "'plam' is unknown (did you mean plan?); `distlab list`" in capsys.readouterr().err
+    assert main(["plam"]) == 2
+    assert "'plam' is unknown" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", experiments())
+def test_an_experiment_without_run_is_told_the_word(name, capsys):
+    assert main([name, "--quick"]) == 2
+    assert f"did you mean `distlab run {name}`?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["train", "doctor", "list"])
+def test_a_command_after_run_is_told_to_go_without_it(name, capsys):
+    assert main(["run", name]) == 2
+    assert f"did you mean `distlab {name}`?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", experiments())
