@@ -25,9 +25,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -46,7 +48,15 @@ from distlab.cli_errors import (
     until_stopped,
 )
 from distlab.options import Parser, unknown
-from launch.registry import ROOT, experiments, listing, load, require_clone
+from launch.registry import (
+    ROOT,
+    experiments,
+    in_columns,
+    listing,
+    load,
+    require_clone,
+    terminal_width,
+)
 
 if TYPE_CHECKING:
     from distlab.comm import RankContext
@@ -63,7 +73,7 @@ def main(argv: Arguments | None = None) -> int:
     # A bare `distlab` shows the help instead of an error.
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if command in ("-h", "--help", "help"):
-        print(__doc__)
+        print(help_text(terminal_width()))
         return 0
     if command == "--version":
         # Of a checkout alone: an installed copy may lie within somebody else's.
@@ -109,10 +119,27 @@ def console() -> None:
     sys.exit(code)
 
 
+def help_text(width: int) -> str:
+    """Return the text of `distlab --help`: the docstring of this file.
+
+    Args:
+        width: characters of a line.
+    """
+    lines = []
+    for line in (__doc__ or "").splitlines():
+        # A command and its meaning are two columns, with two spaces or more between them.
+        columns = re.fullmatch(r"( +\S.*?  +)(.*)", line)
+        if columns is None:
+            lines += textwrap.wrap(line, width) or [""]
+        else:
+            lines += in_columns(columns[1], columns[2], width)
+    return "\n".join(lines)
+
+
 def list_experiments(arguments: Arguments) -> int:
     """List every experiment with its question and what it needs."""
     Parser("distlab list", description=list_experiments.__doc__).parse_args(arguments)
-    print(listing())
+    print(listing(terminal_width()))
     return 0
 
 

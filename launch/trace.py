@@ -1,9 +1,9 @@
 """Where does the time of a step go, and why? Explains traces of torch.profiler, of any program.
 
-    distlab trace rank0.json.gz rank1.json.gz               one file per rank
-    distlab trace traces/                                   all files of a folder
-    distlab trace trace.json --window 1200 1450             one step, in ms after the first event
-    distlab trace new/*.json.gz --against old/*.json.gz     what changed
+    distlab trace rank0.json.gz rank1.json.gz            one file per rank
+    distlab trace traces/                                all files of a folder
+    distlab trace trace.json --window 1200 1450          one step, in ms
+    distlab trace new/*.json.gz --against old/*.json.gz  what changed
 
 Steps are found by `ProfilerStep#` ranges, else where the sequence of kernels begins again. Ranks
 are compared by matching collectives, so their clocks may differ. What the causes mean:
