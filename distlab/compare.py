@@ -54,6 +54,9 @@ SLOWER, FASTER, TIE, UNSURE = "worse", "better", "tie", "noise unknown"
 MOVED_ROWS, MOVED_PCT = 3, 3.0
 MOST_COLUMNS = 4  # runs that have a column each; of more runs, only the first and the last
 
+# First bytes of files that another command reads: compressed traces, and snapshots of memory.
+GZIP, PICKLE = b"\x1f\x8b", b"\x80"
+
 Key = tuple[str, ...]
 
 
@@ -70,7 +73,7 @@ class SavedRun:
 
         Raises ValueError for a path that is not a run, or a run without rows.
         """
-        path = rows_of(run, *roots)
+        path = run_file(run, *roots)
         records = read_json(path)
         if not records:
             raise ValueError(f"{run}: no rows were measured; run it again")
@@ -80,6 +83,23 @@ class SavedRun:
     def first(self) -> Record:
         """First row, which has the environment of all rows."""
         return self.records[0]
+
+
+def run_file(run: str | Path, *roots: str | Path) -> Path:
+    """Return the file of a run's rows, as `rows_of` finds it.
+
+    Raises:
+        ValueError: there is none, or the file is one that another command reads.
+    """
+    path = rows_of(run, *roots)
+    with open(path, "rb") as file:
+        # torch.profiler writes its events after a few KB about the devices.
+        begin = file.read(2**16)
+    if begin.startswith(GZIP) or b'"traceEvents"' in begin:
+        raise ValueError(f"{run} is a trace, not a run: `distlab trace {run}` explains it")
+    if begin.startswith(PICKLE):
+        raise ValueError(f"{run} is a snapshot, not a run: `distlab memory {run}` explains it")
+    return path
 
 
 def compared(runs: Sequence[SavedRun], control: str | None = None) -> list[Record]:
@@ -210,9 +230,22 @@ def other_set_up(old: SavedRun, new: SavedRun) -> list[str]:
 
 
 def findings(rows: Records) -> list[str]:
-    """Report rows that differ beyond noise, rows that moved together, and rows that are missing."""
+    """Report rows that differ beyond noise, rows that are missing, and rows that moved together."""
+    found = verdicts(rows)
+    moved = machine_moved(rows)
+    if moved is not None:
+        metric = rows[0].config["metric"]
+        found.append(
+            f"Every row's {metric} moved in one direction, by {moved:+.1f} % at least: that is the "
+            "machine or what all rows share, rather than one strategy."
+        )
+    return found
+
+
+def verdicts(rows: Records) -> list[str]:
+    """Report rows that differ beyond noise, rows that do not, and rows that are missing."""
     by_verdict = grouped(rows, lambda row: row.metrics["verdict"])
-    metric, found = rows[0].config["metric"], []
+    found = []
     for verdict in (SLOWER, FASTER):
         for row in sorted(
             by_verdict.pop(verdict, []), key=lambda row: -abs(row.metrics["difference_pct"])
@@ -223,12 +256,6 @@ def findings(rows: Records) -> list[str]:
         found.append(f"Inside the noise: {', '.join(ties)}.")
     for verdict, group in by_verdict.items():
         found.append(f"{verdict}: {', '.join(row.variant for row in group)}.")
-    moved = machine_moved(rows)
-    if moved is not None:
-        found.append(
-            f"Every row's {metric} moved in one direction, by {moved:+.1f} % at least: that is the "
-            "machine or what all rows share, rather than one strategy."
-        )
     return found
 
 

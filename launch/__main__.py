@@ -25,9 +25,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -46,7 +48,15 @@ from distlab.cli_errors import (
     until_stopped,
 )
 from distlab.options import Parser, unknown
-from launch.registry import ROOT, experiments, listing, load, require_clone
+from launch.registry import (
+    ROOT,
+    experiments,
+    in_columns,
+    listing,
+    load,
+    require_clone,
+    terminal_width,
+)
 
 if TYPE_CHECKING:
     from distlab.comm import RankContext
@@ -63,7 +73,7 @@ def main(argv: Arguments | None = None) -> int:
     # A bare `distlab` shows the help instead of an error.
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if command in ("-h", "--help", "help"):
-        print(__doc__)
+        print(help_text(terminal_width()))
         return 0
     if command == "--version":
         # Of a checkout alone: an installed copy may lie within somebody else's.
@@ -77,7 +87,10 @@ def main(argv: Arguments | None = None) -> int:
         print(f"distlab {__version__}{commit}")
         return 0
     if command not in COMMANDS:
-        print(f"distlab: error: {unknown(command, COMMANDS)}", file=sys.stderr)
+        message = unknown(command, COMMANDS)
+        if command in experiments():
+            message = f"{command!r} is an experiment: did you mean `distlab run {command}`?"
+        print(f"distlab: error: {message}", file=sys.stderr)
         return USAGE_ERROR
     if command == "list":  # answered before torch is loaded, so also if torch is broken
         return COMMANDS[command](rest)
@@ -106,10 +119,27 @@ def console() -> None:
     sys.exit(code)
 
 
+def help_text(width: int) -> str:
+    """Return the text of `distlab --help`: the docstring of this file.
+
+    Args:
+        width: characters of a line.
+    """
+    lines = []
+    for line in (__doc__ or "").splitlines():
+        # A command and its meaning are two columns, with two spaces or more between them.
+        columns = re.fullmatch(r"( +\S.*?  +)(.*)", line)
+        if columns is None:
+            lines += textwrap.wrap(line, width) or [""]
+        else:
+            lines += in_columns(columns[1], columns[2], width)
+    return "\n".join(lines)
+
+
 def list_experiments(arguments: Arguments) -> int:
     """List every experiment with its question and what it needs."""
     Parser("distlab list", description=list_experiments.__doc__).parse_args(arguments)
-    print(listing())
+    print(listing(terminal_width()))
     return 0
 
 
@@ -174,7 +204,10 @@ def run(arguments: Arguments) -> int:
     if not arguments or arguments[0].startswith("-"):
         print("distlab run NAME [options]; `distlab list` shows the names", file=sys.stderr)
         return USAGE_ERROR
-    module = load(arguments[0])
+    name = arguments[0]
+    if name in COMMANDS and name not in experiments():
+        raise ValueError(f"{name!r} is not an experiment: did you mean `distlab {name}`?")
+    module = load(name)
     # Some questions are answered by arithmetic, and begin with a word: `distlab run plan gpus`.
     words = getattr(module, "WORDS", {})
     if words and len(arguments) > 1 and not arguments[1].startswith("-"):
@@ -241,14 +274,15 @@ def show(arguments: Arguments) -> int:
     args = parser.parse_args(arguments)
 
     # Help and usage errors were answered above, before these imports load torch.
+    from distlab.compare import run_file
     from distlab.report import read_json, reading, write
     from distlab.report.terminal import say
     from distlab.report.view import check_records
-    from distlab.runs import REDRAWN, new_folder, rows_of
+    from distlab.runs import REDRAWN, new_folder
     from launch.runs import refresh_index
 
     # All names are looked up first, so that one that is misspelt leaves no folder.
-    files = [rows_of(run, args.out, ROOT) for run in args.files]
+    files = [run_file(run, args.out, ROOT) for run in args.files]
     records = [record for file in files for record in read_json(file)]
     if not records:
         raise ValueError(f"{', '.join(args.files)}: no records to show")

@@ -2,7 +2,7 @@
 
     distlab grade path/to/submission
     distlab grade path/to/submission --only ddp,fsdp --markdown
-    distlab grade submissions/* --jobs 2 --csv > results.csv     # a teacher's table
+    distlab grade submissions/* --jobs 2 --csv > results.csv  # for teachers
 
 A submission is a folder with `tests/adapters.py`, or with a module of hook functions of the same
 names (`--adapters package.module`). Every part is optional. The functions run in child processes

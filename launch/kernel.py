@@ -2,7 +2,7 @@
 
     distlab kernel my_kernels:rms_norm --as rms_norm
     distlab kernel my_kernels:FlashAttention --as causal_attention --seconds 300
-    distlab kernel --list                            # the operations, with their signatures
+    distlab kernel --list                  # the operations, with signatures
 
 The function is imported from the working directory first. It is Triton, CUDA or plain torch: a
 function of the operation's tensors, or a subclass of torch.autograd.Function. It runs in a process

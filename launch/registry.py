@@ -6,6 +6,8 @@ where torch is broken.
 """
 
 import importlib
+import shutil
+import textwrap
 from pathlib import Path
 from types import ModuleType
 
@@ -62,15 +64,36 @@ def experiments() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def listing() -> str:
-    """Return the text of `distlab list`: every experiment with its needs and its question."""
+def listing(width: int) -> str:
+    """Return the text of `distlab list`: every experiment with its needs and its question.
+
+    Args:
+        width: characters of a line.
+    """
     lines = []
     for heading, modules in CATALOGUE.items():
         lines.append(heading)
         for module, needs in modules.items():
             name = module.rpartition(".")[2]
-            lines.append(f"  {name:<24} {needs:<5}  {question_of(module)}")
-    return "\n".join([*lines, "", LEGEND])
+            lines += in_columns(f"  {name:<24} {needs:<5}  ", question_of(module), width)
+    return "\n".join([*lines, "", textwrap.fill(LEGEND, width)])
+
+
+def in_columns(left: str, right: str, width: int) -> list[str]:
+    """Return the lines of a row of two columns. The right one goes on below itself.
+
+    Args:
+        left: first column, with its indent and padding.
+        width: characters of a line.
+    """
+    # In a narrow terminal the right column goes on further left, so that several words fit.
+    indent = " " * (len(left) if len(left) + 24 <= width else 8)
+    return textwrap.wrap(left + right, width, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal, or 100 where there is none, as in a pipe."""
+    return shutil.get_terminal_size((100, 24)).columns
 
 
 def question_of(module: str) -> str:

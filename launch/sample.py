@@ -1,8 +1,8 @@
 """Let a model that was trained on text (`distlab train --data my.txt`) continue a prompt.
 
-    distlab sample outputs/train/my-tiny-bucketed                   asks for prompts, a line each
-    distlab sample outputs/train/my-tiny-bucketed --prompt "Once"
-    distlab sample outputs/train/my-tiny-bucketed --export llama    writes it for transformers
+    distlab sample outputs/train/my-run                 asks for prompts
+    distlab sample outputs/train/my-run --prompt "Once"
+    distlab sample outputs/train/my-run --export llama  for transformers
 
 The folder is the one that `distlab train` named when it ended.
 """

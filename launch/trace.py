@@ -1,8 +1,9 @@
 """Where does the time of a step go, and why? Explains traces of torch.profiler, of any program.
 
-    distlab trace rank0.json.gz rank1.json.gz               one file per rank
-    distlab trace trace.json --window 1200 1450             one step, in ms after the first event
-    distlab trace new/*.json.gz --against old/*.json.gz     what changed
+    distlab trace rank0.json.gz rank1.json.gz            one file per rank
+    distlab trace traces/                                all files of a folder
+    distlab trace trace.json --window 1200 1450          one step, in ms
+    distlab trace new/*.json.gz --against old/*.json.gz  what changed
 
 Steps are found by `ProfilerStep#` ranges, else where the sequence of kernels begins again. Ranks
 are compared by matching collectives, so their clocks may differ. What the causes mean:
@@ -13,6 +14,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from distlab.options import Options, config_from, option, parser_of
 from distlab.report import write
@@ -29,7 +31,10 @@ class TraceOptions(Options):
     """Traces to explain."""
 
     files: tuple[str, ...] = option(
-        (), "trace of one rank, .json or .json.gz", positional=True, metavar="FILE"
+        (),
+        "trace of one rank, .json or .json.gz, or a folder of them",
+        positional=True,
+        metavar="FILE",
     )
     against: tuple[str, ...] = option((), "traces of the run before, one per rank", metavar="FILE")
     window: tuple[float, ...] = option(
@@ -58,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def explained(files: Sequence[str]) -> Explanation:
         return explain_traces(
-            files,
+            files_of(files),
             window=options.window or None,
             communication=[options.communication] if options.communication else [],
             progress=progress,
@@ -76,7 +81,9 @@ def main(arguments: Sequence[str]) -> int:
     print(f"{new}\n")
     if old is not None:
         rows, view = against(old, new)
-        print(f"What changed:\n\n{short_table(view, rows)}\n")
+        # The account above has means, which one long step raises.
+        print("What changed in the median step (above: means over the steps):\n")
+        print(f"{short_table(view, rows)}\n")
         for line in [*view.findings_of(rows), *changed_causes(old, new)]:
             print(highlighted(line))
     records = records_of(new)
@@ -85,6 +92,29 @@ def main(arguments: Sequence[str]) -> int:
     refresh_index(options.out)
     print(f"report: {page}")
     return 0
+
+
+def files_of(paths: Sequence[str]) -> list[str]:
+    """Return the traces that are named: files, and for a folder all traces in it by name.
+
+    Raises:
+        ValueError: a folder has no trace.
+    """
+    found = []
+    for path in paths:
+        if not Path(path).is_dir():
+            found.append(path)
+            continue
+        inside = [str(file) for file in sorted(Path(path).iterdir()) if is_trace(file)]
+        if not inside:
+            raise ValueError(f"{path} has no .json or .json.gz file: give a folder of traces")
+        found += inside
+    return found
+
+
+def is_trace(file: Path) -> bool:
+    """Return whether a file has the name of a trace."""
+    return file.name.endswith((".json", ".json.gz"))
 
 
 def to_dict(new: Explanation, old: Explanation | None) -> dict:

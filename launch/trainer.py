@@ -1,10 +1,14 @@
 """Train a language model under any strategy; given again, the same command continues the run.
 
-    distlab train                                        synthetic tokens, all GPUs or two CPU ranks
-    distlab train --data my.txt --size tiny --steps 300  bytes of a text; distlab sample FOLDER
-    distlab train --name my-run --strategy zero1         any strategy continues a run of this name
-    distlab train --wrap my_code:parallelize             under your wrapper: docs/start/your_code.md
-    torchrun --standalone --nproc-per-node 2 --max-restarts 3 launch/train.py --strategy fsdp
+    distlab train                                        synthetic tokens
+    distlab train --data my.txt --size tiny --steps 300  the bytes of a text
+    distlab train --name my-run --strategy zero1         continue that run
+    distlab train --wrap my_code:parallelize             under your wrapper
+    torchrun --nproc-per-node 2 --max-restarts 3 launch/train.py --name my-run
+
+Without options a run has all GPUs, or two CPU ranks. Any strategy continues a run of the same name.
+`distlab sample FOLDER` continues a text by a trained model. A wrapper of your own is explained in
+docs/start/your_code.md.
 
 Every run writes its steps, its checkpoints and a page into one folder.
 """

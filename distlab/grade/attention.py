@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from distlab.grade.hooks import Part
-from distlab.grade.invariant import Absent, Broken, Invariant, Skipped, is_near, largest_difference
+from distlab.grade.invariant import (
+    Absent,
+    Broken,
+    Invariant,
+    Refused,
+    Skipped,
+    is_near,
+    largest_difference,
+)
 from distlab.grade.kernels import ATTENTION, EPS, families_of
 
 Noted = list[dict[str, Any]]
@@ -47,9 +55,10 @@ def invariants(part: Part, dtypes: tuple[str, ...]) -> list[Invariant]:
                             "dtypes": dtypes,
                         },
                         ranks=(0,),
-                        judge=partial(_right, pass_name=pass_name, may_refuse=family in BEYOND),
+                        judge=partial(_right, pass_name=pass_name),
                         input=f"{len(cases)} input{'' if len(cases) == 1 else 's'}",
                         is_beyond=family in BEYOND,
+                        may_refuse=family in BEYOND,
                     )
                 )
     if part.kind == "attention":
@@ -98,8 +107,8 @@ def rmsnorm_backwards() -> list[tuple[str, Invariant]]:
     return found
 
 
-def _right(ranks: Noted, pass_name: str, may_refuse: bool) -> None:
-    """Raise Broken if an input was wrong, or refused without need.
+def _right(ranks: Noted, pass_name: str) -> None:
+    """Raise Broken if the result of an input was wrong, else Refused if an input raised an error.
 
     A backward is judged where the forward is right, because its row would say the same.
     """
@@ -112,8 +121,10 @@ def _right(ranks: Noted, pass_name: str, may_refuse: bool) -> None:
             raise Broken(f"torch's result, {outcome['case']}", outcome["detail"])
         if outcome["is_absent"]:
             raise Absent(outcome["detail"])
-        if outcome["status"] == "refused" and not may_refuse:
-            raise Broken(f"a result, {outcome['case']}", outcome["detail"])
+    # A second loop: a wrong result weighs more than an error for an earlier input.
+    for outcome in ranks[0][pass_name]:
+        if outcome["status"] == "refused":
+            raise Refused(f"{outcome['case']}: {outcome['detail']}")
 
 
 def _log_sum_exp(inputs: list[Tensor]) -> Tensor:

@@ -152,6 +152,9 @@ def _place_of(error: BaseException, folder: Path) -> str:
     place = ""
     # Frames go from the outermost to the innermost, so the last match stays.
     for frame in traceback.extract_tb(error.__traceback__):
+        # `<frozen importlib._bootstrap>` would count as a file of the current folder.
+        if frame.filename.startswith("<"):
+            continue
         with contextlib.suppress(ValueError):
             inside = Path(frame.filename).resolve().relative_to(folder.resolve())
             place = f" at {inside}:{frame.lineno}"

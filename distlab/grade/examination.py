@@ -15,7 +15,7 @@ from distlab.grade import attention, data_parallel, fsdp, sharded_optimizer
 from distlab.grade.as_wrapper import timed
 from distlab.grade.child import remove
 from distlab.grade.hooks import ADAPTERS, PARTS, Part, chosen
-from distlab.grade.invariant import Absent, Broken, Invariant, Skipped
+from distlab.grade.invariant import Absent, Broken, Invariant, Refused, Skipped
 from distlab.grade.job import Job
 from distlab.grade.processes import RAISES, Observed, observe
 from distlab.grade.report import (
@@ -71,8 +71,14 @@ def grade(
         most_ranks = torch.cuda.device_count() if backend == "nccl" else 3
         for part in chosen(tuple(only), year):
             examination = _Part(part, copy, adapters, device, backend, seconds, progress)
+            if not report.rows:
+                # Once, because every part needs the same module.
+                failure = examination.import_failure()
+                if failure:
+                    report.failure = f"{adapters or ADAPTERS} cannot be imported: {failure}"
+                    break
             report.rows += examination.rows(most_ranks)
-        if is_timed:
+        if is_timed and not report.failure:
             progress("timing the wrappers")
             report.timing = timed(copy.folder, adapters, _wrappers(report))
     finally:
@@ -194,6 +200,11 @@ class _Part:
         dtypes = ("fp16",) if is_interpreted else ("fp16", "bf16")
         return attention.invariants(self.part, dtypes)
 
+    def import_failure(self) -> str:
+        """Return why the module of hooks cannot be imported, as a sentence; empty if it can."""
+        observed = self._run("import_hooks", {}, 0, self.seconds)
+        return observed.failure or observed.missing
+
     def rows(self, most_ranks: int) -> list[Row]:
         """Return a row for each invariant, or one row if the part is not handed in.
 
@@ -242,14 +253,15 @@ class _Part:
                 # The experiment of several invariants has one failure, and one row says what it is.
                 if not is_first:
                     return replace(here, status=NOT_EXAMINED, seen=f"as above: {observed.failure}")
-                is_harmless = observed.failure.startswith(RAISES) and invariant.may_refuse
-                status = REFUSED if is_harmless else BROKEN
-                expected = "" if is_harmless else "a result"
-                return replace(here, status=status, expected=expected, seen=observed.failure)
+                if observed.failure.startswith(RAISES):
+                    return _refused(here, invariant, observed.failure)
+                return replace(here, status=BROKEN, expected="a result", seen=observed.failure)
             try:
                 invariant.judge(observed.ranks)
             except Absent as absent:
                 return replace(here, status=NOT_HANDED_IN, seen=str(absent))
+            except Refused as refused:
+                return _refused(here, invariant, str(refused))
             except Skipped as skipped:
                 return replace(here, status=NOT_EXAMINED, seen=str(skipped))
             except Broken as broken:
@@ -331,6 +343,13 @@ class _Part:
         self.failures.append(observed.failure)
         self.observed[key] = observed
         return observed, True
+
+
+def _refused(row: Row, invariant: Invariant, seen: str) -> Row:
+    """Return the row of a submission that raised an error of its own instead of a result."""
+    if invariant.may_refuse:
+        return replace(row, status=REFUSED, seen=seen)
+    return replace(row, status=BROKEN, expected="a result", seen=seen)
 
 
 def _key(experiment: str, settings: dict[str, Any], ranks: int) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.grade.hooks import GATHER, Part, function_of
+from distlab.grade.hooks import GATHER, Part, function_of, result_of
 from distlab.grade.models import (
     LEARNING_RATE,
     WIDTH,
@@ -58,9 +58,18 @@ class Place:
         """Return the part's function."""
         return function_of(self.module, self.part.hook)
 
+    def make(self, *arguments: Any, **options: Any) -> Any:
+        """Call the part's function, and return what it makes."""
+        return result_of(self.module, self.part.hook, *arguments, **options)
+
     def finish(self, model: Any, optimizer: Any) -> None:
         """Call the hook that a training loop calls after backward."""
         function_of(self.module, self.part.after)(model, optimizer)
+
+
+def import_hooks(place: Place) -> Noted:
+    """Note nothing: `place` has the module of hooks, so its import did not fail."""
+    return {}
 
 
 # -- data parallelism ------------------------------------------------------------------------------
@@ -178,8 +187,8 @@ def _wrapped(
     if place.part.before:  # buckets
         arguments.append(bucket_size_mb)
     if group is None:
-        return place.hook()(*arguments)
-    return place.hook()(*arguments, **{group_parameter(place.hook()): group})
+        return place.make(*arguments)
+    return place.make(*arguments, **{group_parameter(place.hook()): group})
 
 
 def group_parameter(hook: Callable[..., Any]) -> str:
@@ -266,10 +275,9 @@ def train_optimizer(place: Place, scenario: str) -> Noted:
     for parameter in parameters:
         # `.data` keeps the parameter objects, which the optimizer and the gradients refer to.
         parameter.data = parameter.data.to(place.device)
-    hook = place.hook()
 
     def make(params: Any, **options: Any) -> Any:
-        return hook(params, torch.optim.AdamW, **options)
+        return place.make(params, torch.optim.AdamW, **options)
 
     noted = run_optimizer(scenario, parameters, make)
     optimizer = noted.pop("optimizer")
@@ -462,8 +470,8 @@ def local_shape(tensor: Tensor) -> tuple[int, ...]:
 
 def _wrapped_fsdp(place: Place, module: nn.Module, compute_dtype: str) -> Any:
     if not compute_dtype:
-        return place.hook()(module)
-    return place.hook()(module, compute_dtype=getattr(torch, compute_dtype))
+        return place.make(module)
+    return place.make(module, compute_dtype=getattr(torch, compute_dtype))
 
 
 def _gathered(gather: Callable[..., Any], model: Any) -> dict[str, Any]:

@@ -87,7 +87,7 @@ PART_NAMES = tuple(part.name for part in PARTS)
 
 
 class NotHandedIn(Exception):
-    """Raised in a child where a hook function is missing."""
+    """Raised in a child where a hook function is missing, or is a stub."""
 
 
 def is_left_out(error: NotImplementedError, folder: Path) -> bool:
@@ -163,3 +163,15 @@ def function_of(module: ModuleType, name: str) -> Callable[..., Any]:
     if not callable(found):
         raise NotHandedIn(f"there is no function {name}")
     return found
+
+
+def result_of(module: ModuleType, name: str, *arguments: Any, **options: Any) -> Any:
+    """Call a hook function and return its result.
+
+    Raises:
+        NotHandedIn: there is none of that name, or it returns None, as a stub of `...` does.
+    """
+    result = function_of(module, name)(*arguments, **options)
+    if result is None:
+        raise NotHandedIn(f"{name} returns None")
+    return result

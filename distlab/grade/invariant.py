@@ -33,6 +33,13 @@ class Absent(Exception):
     """Raised by a judgement where a part of the work is not handed in, such as a backward."""
 
 
+class Refused(Exception):
+    """Raised by a judgement where the submission raised an error for an input.
+
+    `Invariant.may_refuse` says whether that is a fault.
+    """
+
+
 class Skipped(Exception):
     """Raised by a judgement that another row has made."""
 

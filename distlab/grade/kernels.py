@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distlab.grade.experiments import Noted, Place, is_tensor
-from distlab.grade.hooks import function_of, is_left_out
+from distlab.grade.hooks import is_left_out, result_of
 from distlab.kernel_check.hostile import Case, drawn
 from distlab.kernel_check.judge import judge, run
 from distlab.kernel_check.operations import OPERATIONS, Operation
@@ -157,7 +157,7 @@ def run_families(place: Place, is_causal: bool, dtypes: tuple[str, ...]) -> Note
 def kernel_of(place: Place, is_causal: bool) -> Callable[..., Tensor]:
     """Return a submission's kernel in the form that `distlab kernel` examines."""
     # The hook returns a class of torch.autograd.Function.
-    kernel = function_of(place.module, place.part.hook)()
+    kernel = place.make()
     if place.part.kind == "rmsnorm":
 
         def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def save_tensors(place: Place, length: int) -> Noted:
     operation: Operation = OPERATIONS["attention"]
     q, k, v = (each.to(place.device) for each in drawn(case, operation, place.device))
     flat = [each.flatten(0, 1).contiguous().requires_grad_() for each in (q, k, v)]
-    kernel = function_of(place.module, place.part.hook)()
+    kernel = place.make()
     result = kernel.apply(*flat, False)
     # Tensors may also be kept as attributes of `ctx`, which is the result's grad_fn.
     kept = [each for each in vars(result.grad_fn).values() if is_tensor(each)]
@@ -197,5 +197,5 @@ def rmsnorm_backward(place: Place, hook: str, position: int) -> Noted:
     x = torch.randn(5, 7, 20, generator=generator)
     gain = torch.randn(20, generator=generator)
     upstream = torch.randn(5, 7, 20, generator=generator)
-    result = function_of(place.module, hook)(upstream, x, gain)
+    result = result_of(place.module, hook, upstream, x, gain)
     return {"position": position, "result": result.detach().cpu()}

@@ -40,6 +40,10 @@ def records_of(report: Report, device: str) -> list[Record]:
 
 def _rows(report: Report) -> Iterator[tuple[str, str, Metrics]]:
     """Yield (table, name of the row, metrics): a row for each part, then the invariants by part."""
+    if report.failure:
+        # A page has a row at least.
+        yield PARTS, "all parts", {"note": for_terminal(report.failure)}
+        return
     examined = []
     for part in report.parts():
         rows = report.of_part(part)
@@ -104,7 +108,8 @@ def page_view(report: Report) -> View:
         parted_by="config.part",
         reading=f"{HOLDS} and {BROKEN} are verdicts. {REFUSED}: an error of the submission's own, "
         f"where a wrong result would be worse. {NOT_EXAMINED}: a row that would repeat another "
-        f"one. {NOT_HANDED_IN}: a function is missing, or raises NotImplementedError.\n\n"
+        f"one. {NOT_HANDED_IN}: a function is missing, raises NotImplementedError or returns "
+        "None.\n\n"
         f"{BEYOND_NOTE}. docs/learn/grade.md says what is examined.",
         prediction="None: invariants hold or do not.",
     )
@@ -112,6 +117,8 @@ def page_view(report: Report) -> View:
 
 def result(records: Records) -> str:
     """Return the numbers of invariants that hold and are broken, for the list of runs."""
+    if not any("holds" in record.metrics for record in records):
+        return "nothing was examined"
     holds = sum(record.metrics.get("holds", 0) for record in records)
     broken = sum(record.metrics.get("broken", 0) for record in records)
     return f"{holds} hold, {broken} broken"
@@ -120,7 +127,8 @@ def result(records: Records) -> str:
 def _sentences(report: Report) -> list[str]:
     """Return the summary, and then the first broken invariants."""
     broken = [row for row in report.rows if row.status == BROKEN]
-    sentences = [report.summary()]
+    # The page obeys no characters that a message of the submission's may have.
+    sentences = [for_terminal(report.summary())]
     for row in broken[:MOST_SENTENCES]:
         # A page shows what begins with a word in capitals and a colon in red.
         seen = for_terminal(row.seen)

@@ -45,12 +45,14 @@ class Report:
         rows: invariants, by part.
         seconds: seconds that the examination took.
         timing: table of `--time`, as text.
+        failure: why nothing could be examined, as a sentence. There are no rows then.
     """
 
     folder: str
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
     timing: str = ""
+    failure: str = ""
 
     @property
     def is_right(self) -> bool:
@@ -73,6 +75,8 @@ class Report:
 
     def summary(self) -> str:
         """Return one line for all parts."""
+        if self.failure:
+            return self.failure
         counts = self.counts()
         text = f"{counts[HOLDS]} invariants hold, {counts[BROKEN]} are broken"
         if counts[REFUSED]:
@@ -90,7 +94,10 @@ class Report:
 
     def __str__(self) -> str:
         """Return the terminal's form: a line per part, and the rows that do not hold."""
-        lines = [f"{self.folder}: {self.summary()}", ""]
+        first = f"{self.folder}: {self.summary()}"
+        if self.failure:
+            return first
+        lines = [first, ""]
         for part in self.parts():
             rows = self.of_part(part)
             if rows[0].status == NOT_HANDED_IN:
@@ -118,6 +125,7 @@ class Report:
         return {
             "folder": self.folder,
             "is_right": self.is_right,
+            "failure": self.failure,
             "seconds": round(self.seconds, 1),
             "counts": dict(self.counts()),
             "rows": [asdict(row) for row in self.rows],
@@ -125,6 +133,8 @@ class Report:
 
     def markdown(self) -> str:
         """Return the report for a comment on a pull request."""
+        if self.failure:
+            return f"**{self.failure}**"
         lines = [f"**{self.summary()}**", ""]
         lines += ["| part | invariant | | input | expected | seen |", "|---|---|---|---|---|---|"]
         for row in self.rows:
@@ -135,16 +145,21 @@ class Report:
         return "\n".join(lines)
 
     def csv_row(self) -> dict[str, Any]:
-        """Return one row for many submissions: counts for each part, and what is broken."""
+        """Return one row for many submissions: counts for each part, and what is broken.
+
+        Where nothing could be examined, `broken` says why.
+        """
         row: dict[str, Any] = {"folder": self.folder, "seconds": round(self.seconds, 1)}
         for part in self.parts():
             rows = self.of_part(part)
             if rows[0].status == NOT_HANDED_IN:
                 row[part] = NOT_HANDED_IN
             else:
-                row[part] = f"{sum(each.status != BROKEN for each in rows)}/{len(rows)}"
+                # An accepted error counts for the student. A row that was not examined does not.
+                right = sum(each.status in (HOLDS, REFUSED) for each in rows)
+                row[part] = f"{right}/{len(rows)}"
         broken = [f"{each.part}: {each.invariant}" for each in self.rows if each.status == BROKEN]
-        row["broken"] = "; ".join(broken)
+        row["broken"] = self.failure or "; ".join(broken)
         return row
 
 

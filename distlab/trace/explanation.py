@@ -113,8 +113,8 @@ class Explanation:
             overlap = f"{mean.overlap_pct:.0f} % of communication overlapped"
         return (
             f"{len(self.ranks)} rank{'s' * (len(self.ranks) > 1)}, {steps} "
-            f"step{'s' * (steps > 1)} (by {slowest.found_by}) of {mean.step_ms:.2f} ms: {overlap}; "
-            f"perfect overlap would save {mean.exposed_ms:.2f} ms "
+            f"step{'s' * (steps > 1)} (by {slowest.found_by}) of {mean.step_ms:.2f} ms on average: "
+            f"{overlap}; perfect overlap would save {mean.exposed_ms:.2f} ms "
             f"({100 * mean.exposed_ms / mean.step_ms:.0f} %)"
         )
 

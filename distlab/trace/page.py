@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from distlab.compare import SavedRun, compared, view_of
+from distlab.compare import SavedRun, compared, verdicts, view_of
 from distlab.measure.interleaved import percentiles
 from distlab.report import Column, Record, Records, View, text_column, timeline
 from distlab.report.provenance import command
@@ -90,9 +91,9 @@ def page_view(explanation: Explanation) -> View:
         parted_by="config.part",
         pictures={"timeline.png": draw},
         reading="Compute, optimizer, exposed communication, copies and idle time add up to the "
-        "step. "
-        "Communication is exposed while nothing computes. A cause is that of the rank on which it "
-        "takes longest. docs/learn/your_trace.md explains the causes.",
+        "step. All are means over the traced steps. Communication is exposed while nothing "
+        "computes. A cause is that of the rank on which it takes longest. "
+        "docs/learn/your_trace.md explains the causes.",
         prediction="None: this accounts for what was traced.",
         noise="A profiler makes steps longer, above all on the host.",
     )
@@ -114,7 +115,9 @@ def against(old: Explanation, new: Explanation) -> tuple[list[Record], View]:
     """Return the rows and the view of what changed in the parts of a step."""
     runs = [_saved(old), _saved(new)]
     rows = compared(runs)
-    return rows, view_of(runs, rows[0].config["metric"])
+    # Not `compare.findings`: the rows are parts of one step. If all of them moved, the step has
+    # changed, and that does not tell of the machine.
+    return rows, replace(view_of(runs, rows[0].config["metric"]), findings=verdicts)
 
 
 def changed_causes(old: Explanation, new: Explanation) -> list[str]:

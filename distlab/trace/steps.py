@@ -47,8 +47,10 @@ def find_steps(trace: Trace, window: Interval | None = None) -> Steps:
     work = [event for event in trace.events if event.kind != "range"]
     if not work:
         raise ValueError(
-            f"{trace.path} has no kernels, operators or collectives: profile with "
-            "ProfilerActivity.CUDA, or ProfilerActivity.CPU without a GPU, around at least one step"
+            f"{trace.path} has no kernels, operators or collectives. A schedule without "
+            "repeat=1 begins anew after the traced steps, and an export then writes such a file: "
+            "give it repeat=1. Without a schedule: profile with ProfilerActivity.CUDA, or "
+            "ProfilerActivity.CPU without a GPU, around at least one step"
         )
     end_ms = max(event.end_ms for event in work)
     if window is not None:

@@ -41,7 +41,8 @@ def test_an_experiment_runs_in_small_and_its_rows_are_shown_again(name, smoke, c
     assert len(json.loads(capsys.readouterr().out)["records"]) == len(records)
 
 
-def test_the_list_has_every_experiment_with_its_question_and_imports_nothing(capsys):
+def test_the_list_has_every_experiment_with_its_question_and_imports_nothing(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 100
@@ -54,6 +55,19 @@ def test_the_list_has_every_experiment_with_its_question_and_imports_nothing(cap
             needs = "ranks"
         assert f"  {name:<24} {needs:<5}  {experiment.view.question}" in lines
     assert len(lines) == len(CATALOGUE) + len(experiments()) + 2
+
+
+@pytest.mark.parametrize("words", [["list"], ["--help"]])
+def test_the_list_and_the_help_fit_the_terminal(words, capsys, monkeypatch):
+    texts = {}
+    for columns in (80, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert main(words) == 0
+        texts[columns] = capsys.readouterr().out
+    assert max(map(len, texts[80].splitlines())) <= 80
+    assert texts[80].split() == texts[200].split()
+    # What does not fit goes on in its own column.
+    assert len(texts[80].splitlines()) > len(texts[200].splitlines())
 
 
 def test_the_catalogue_has_every_file_of_experiments():
@@ -116,6 +130,20 @@ def test_every_experiment_is_experiments():
 def test_an_unknown_experiment_or_command_is_named(capsys):
     assert main(["run", "plam"]) == 2
     assert "'plam' is unknown (did you mean plan?); `distlab list`" in capsys.readouterr().err
+    assert main(["plam"]) == 2
+    assert "'plam' is unknown" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", experiments())
+def test_an_experiment_without_run_is_told_the_word(name, capsys):
+    assert main([name, "--quick"]) == 2
+    assert f"did you mean `distlab run {name}`?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["train", "doctor", "list"])
+def test_a_command_after_run_is_told_to_go_without_it(name, capsys):
+    assert main(["run", name]) == 2
+    assert f"did you mean `distlab {name}`?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", experiments())

@@ -221,3 +221,114 @@ def test_only_what_the_submission_itself_leaves_out_is_not_handed_in(tmp_path):
     assert seen["powers of two: backward"] == "NotImplementedError"  # and no colon after it
     assert rows["the gradient of x by hand"] == "not handed in", report
     assert not report.is_right
+
+
+STUBS = """
+def get_ddp(module): ...
+def get_sharded_optimizer(params, optimizer_cls, **options): ...
+def get_fsdp(model, compute_dtype=None): ...
+def get_flashattention_autograd_function_pytorch(): ...
+def get_rmsnorm_autograd_function_pytorch(): ...
+"""
+
+
+def test_a_function_that_returns_nothing_is_not_handed_in(tmp_path):
+    parts = ["ddp", "sharded-optimizer", "fsdp", "attention-pytorch", "rmsnorm-pytorch"]
+    report = grade(submission(tmp_path, STUBS), only=parts)
+    seen = {row.part: row.seen for row in report.rows if "returns None" in row.seen}
+    assert list(seen) == parts, report
+    assert seen["sharded-optimizer"] == "get_sharded_optimizer returns None"
+    assert {row.status for row in report.rows} == {"not handed in"}, report
+
+
+REFUSES = """
+import torch
+import torch.nn.functional as F
+
+
+class Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, g, eps):
+        assert x.shape[-1] % 16 == 0, "give a multiple of 16"
+        assert x.dtype is torch.float32 and x.is_contiguous()
+        with torch.enable_grad():
+            ctx.leaves = x.detach().requires_grad_(), g.detach().requires_grad_()
+            ctx.y = F.rms_norm(ctx.leaves[0], g.shape, ctx.leaves[1], eps)
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        assert upstream.is_contiguous()
+        return *torch.autograd.grad(ctx.y, ctx.leaves, upstream), None
+
+
+def get_rmsnorm_autograd_function_pytorch():
+    return Norm
+"""
+
+
+def test_an_input_that_a_kernel_refuses_does_not_count_as_held(tmp_path):
+    report = grade(submission(tmp_path, REFUSES), only=["rmsnorm-pytorch"])
+    rows = {row.invariant: row for row in report.rows}
+    assert rows["powers of two: forward"].status == "holds", report
+    # Beyond handouts, an error does no harm.
+    for title in (
+        "fp16 and bf16: forward",
+        "fp16 and bf16: backward",
+        "inputs with other strides: forward",
+        "upstream gradients with other strides: backward",
+    ):
+        assert rows[title].status == "refuses" and "AssertionError" in rows[title].seen, report
+    refused = rows["rows that are not a power of two: forward"]
+    assert refused.status == "BROKEN" and "D=1, fp32: AssertionError" in refused.seen, report
+    # A teacher's table counts accepted errors for the student, but no row that was not examined.
+    counts = report.counts()
+    right = counts["holds"] + counts["refuses"]
+    assert report.csv_row()["rmsnorm-pytorch"] == f"{right}/{len(report.rows)}"
+
+
+@pytest.mark.parametrize(
+    "source, said",
+    [
+        pytest.param(
+            "import no_such_package\n\n\ndef get_ddp(module):\n    return module\n",
+            "it raises at tests/adapters.py:1: ModuleNotFoundError: No module named "
+            "'no_such_package'",
+            id="a missing package",
+        ),
+        pytest.param(
+            "from mine import helper\n",
+            "it raises at mine.py:2: NameError: name 'heler' is not defined",
+            id="an error of the submission's own module",
+        ),
+        pytest.param(
+            "def get_ddp(module)\n    return module\n",
+            "it raises: SyntaxError: expected ':' (adapters.py, line 1)",
+            id="a mistake in the syntax",
+        ),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_one_sentence_in_every_form(
+    source, said, tmp_path, capsys
+):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    submission(folder, source)
+    (folder / "mine.py").write_text("\nhelper = heler\n")
+    report = grade(folder)
+    sentence = f"tests/adapters.py cannot be imported: {said}"
+    assert report.failure == sentence and report.rows == [] and not report.is_right
+    assert str(report) == f"{folder}: {sentence}"
+    assert report.markdown() == f"**{sentence}**"
+    assert report.to_dict()["failure"] == sentence and report.to_dict()["rows"] == []
+    assert report.csv_row() == {
+        "folder": str(folder),
+        "seconds": round(report.seconds, 1),
+        "broken": sentence,
+    }
+    out = tmp_path / "outputs"
+    show([report], GradeOptions(out=str(out)))
+    assert sentence in capsys.readouterr().out
+    (page,) = out.glob("grade/*/report.html")
+    assert page.read_text().count(said.split("'")[0]) >= 1
+    assert "nothing was examined" in (out / "index.html").read_text()

@@ -214,9 +214,8 @@ def test_what_does_no_harm_to_results_is_graded_as_usual(body, tmp_path):
     assert report.counts()[BROKEN] == 2
 
 
-def test_a_module_that_fails_at_import_gets_a_verdict_for_each_part(tmp_path):
-    body = "    return Norm\n\n\nimport no_such_module\n"
-    report = examine(write(tmp_path, body))
-    for part in ("rmsnorm-pytorch", "rmsnorm-triton"):
-        assert "No module named 'no_such_module'" in report.of_part(part)[0].seen, report
-    assert report.counts()[HOLDS] == 0
+def test_a_module_that_never_ends_its_import_is_one_sentence(tmp_path):
+    folder = write(tmp_path, "    return Norm\n\n\nwhile True:\n    pass\n")
+    report = grade(folder, only=["rmsnorm"], seconds=LOOP_S)
+    begin = "tests/adapters.py cannot be imported: no result within 3 s (rank 0 is at tests/adapt"
+    assert report.failure.startswith(begin) and report.rows == []

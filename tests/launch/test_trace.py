@@ -1,6 +1,7 @@
 """`distlab trace`: what it prints and writes, and its errors."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -61,10 +62,52 @@ def test_a_run_against_itself_has_changed_nothing(runs):
     assert changed_causes(explanation, explanation) == []
 
 
+def stretched(paths, folder):
+    """Write traces in which everything takes twice as long."""
+    folder.mkdir()
+    found = []
+    for path in map(Path, paths):
+        body = json.loads(path.read_text())
+        for event in body["traceEvents"]:
+            for name in {"ts", "dur"} & set(event):
+                event[name] *= 2
+        file = folder / path.name
+        file.write_text(json.dumps(body))
+        found.append(str(file))
+    return found
+
+
+def test_a_step_that_changed_in_all_parts_is_not_put_down_to_the_machine(runs, tmp_path, capsys):
+    """The rows are parts of one step, so that they move together does not tell of the machine."""
+    old, _ = runs
+    new = stretched(old, tmp_path / "stretched")
+    assert trace.main([*new, "--against", *old, "--out", str(tmp_path / "outputs")]) == 0
+    printed = capsys.readouterr().out
+    assert "+100.0" in printed
+    assert "machine" not in printed and "one direction" not in printed
+    # Both steps say which average they are.
+    assert "of 60.00 ms on average" in printed
+    assert "What changed in the median step (above: means over the steps):" in printed
+
+
 def test_a_cause_that_fell_below_the_limit_is_said_with_what_is_left(runs):
     healthy, with_straggler = map(explain_traces, runs)
     said = changed_causes(with_straggler, healthy)
     assert said[0].startswith("No longer large: straggler, 6.00 ms per step before, now ")
+
+
+def test_a_folder_stands_for_the_traces_in_it(runs, tmp_path, capsys):
+    old, new = runs
+    (tmp_path / "new" / "notes.txt").write_text("mine")
+    folders = [str(tmp_path / "new"), "--against", str(tmp_path / "old"), "--json"]
+    assert trace.main([*new, "--against", *old, "--json"]) == 0
+    named = capsys.readouterr().out
+    assert trace.main(folders) == 0
+    assert capsys.readouterr().out == named
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ValueError, match=r"empty has no \.json or \.json\.gz file"):
+        trace.main([str(empty)])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ What differs is named; bad input in one message.
 """
 
 import dataclasses
+import gzip
 import json
+import pickle
 import re
 from pathlib import Path
 
@@ -234,6 +236,22 @@ def test_bad_input_is_one_message_each(tmp_path, capsys):
         with pytest.raises(SystemExit):
             main(["compare", f"--fail-above={limit}"])
         assert "give a finite percentage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        pytest.param(gzip.compress(b"{}"), "is a trace, not a run: `distlab trace", id="gzip"),
+        pytest.param(b'{"traceEvents": []}', "is a trace, not a run: `distlab trace", id="plain"),
+        pytest.param(pickle.dumps({}), "is a snapshot, not a run: `distlab memory", id="pickle"),
+    ],
+)
+@pytest.mark.parametrize("command", ["show", "compare"])
+def test_a_file_of_another_command_is_sent_there(command, content, said, tmp_path, capsys):
+    file = tmp_path / "mine"
+    file.write_bytes(content)
+    assert main([command, str(file), str(file), "--out", str(tmp_path)]) == 2
+    assert f"{file} {said} {file}` explains it" in capsys.readouterr().err
 
 
 def test_another_set_up_is_another_machine_or_rows_of_other_options():
