@@ -4,7 +4,7 @@
     distlab train --data my.txt --size tiny --steps 300  the bytes of a text
     distlab train --name my-run --strategy zero1         continue that run
     distlab train --wrap my_code:parallelize             under your wrapper
-    torchrun --nproc-per-node 2 --max-restarts 3 launch/train.py --name my-run
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 launch/train.py
 
 Without options a run has all GPUs, or two CPU ranks. Any strategy continues a run of the same name.
 `distlab sample FOLDER` continues a text by a trained model. A wrapper of your own is explained in
