@@ -40,6 +40,11 @@ def refuses_strides(x, weight):
     return right(x, weight)
 
 
+def overflows(x, y):
+    """Add, with a product on the way that is infinite in fp16."""
+    return x * 8 / 8 + y
+
+
 def changes_its_input(x, weight):
     with torch.no_grad():
         x.mul_(2)
