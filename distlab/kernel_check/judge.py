@@ -29,9 +29,10 @@ ROUNDINGS = {torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}
 # Error that is allowed relative to the largest element, in units of eps: sums cancel.
 OF_LARGEST = 0.05
 
-# Error of a gradient that is allowed relative to the largest gradient of any argument, in units of
-# `ROUNDINGS`: what is left where a backward subtracts equal numbers, as attention does for a query
-# with one key. The exact gradient is then 0, and so is that of torch's own operation.
+# Error of a gradient that is allowed relative to the largest gradient of any argument, or to what
+# the backward subtracts (`Operation.subtracted`), in units of `ROUNDINGS`: what is left where it
+# subtracts equal numbers, as attention does for a query with one key. The exact gradient is then 0,
+# and so is that of torch's own operation.
 OF_LARGEST_GRADIENT = 1.0
 # Error of a gradient that is allowed relative to the largest upstream gradient, times what cancels
 # (`Operation.cancelling`), in units of fp32's eps, in which kernels compute. Softmax that is
@@ -314,7 +315,10 @@ class Expected:
         exact: those of torch in float64.
         near: the same for inputs that differ by a rounding of fp32.
         usual: those of torch in the dtype of the case.
-        cancelled: size of what the backward subtracts from an equal number, at most.
+        cancelled: size of what the backward subtracts from an equal number, at most, by
+            `Operation.cancelling`.
+        subtracted: the same by `Operation.subtracted`.
+        of_weights: error of weights in fp32, relative to them, by `Operation.largest_logit`.
     """
 
     def __init__(self, operation: Operation, case: Case, tensors: Sequence[Tensor]) -> None:
@@ -324,9 +328,17 @@ class Expected:
         self.near = near.to_cpu()
         self.usual = _reference(operation, case, tensors, self.dtype).to_cpu()
         self.cancelled = 0.0
+        self.subtracted = 0.0
+        self.of_weights = 0.0
+        if operation.largest_logit is not None:
+            logit = operation.largest_logit(tensors)
+            self.of_weights = torch.finfo(torch.float32).eps * logit
         if case.upstream is not None:
             upstream = [upstream_of(result, case) for result in self.usual.results]
             self.cancelled = operation.cancelling * max(map(_largest, upstream))
+            if operation.subtracted is not None:
+                (result,) = self.exact.results
+                self.subtracted = operation.subtracted(tensors, result, upstream[0])
 
     def is_nan_of(self, found: Run) -> bool:
         """Return whether some element is NaN that is a number in the exact result."""
@@ -358,11 +370,11 @@ class Expected:
                 self.near.results[number],
                 self.usual.results[number],
                 self.dtype,
-                of_all=0.0,
+                of_all=self.of_weights * _largest(self.exact.results[number]),
             )
         eps = ROUNDINGS[self.dtype] * torch.finfo(self.dtype).eps
-        largest = max(map(_largest, self.exact.gradients.values()), default=0.0)
-        of_largest = OF_LARGEST_GRADIENT * eps * largest
+        largest = max([self.subtracted, *map(_largest, self.exact.gradients.values())])
+        of_largest = (OF_LARGEST_GRADIENT * eps + self.of_weights) * largest
         of_upstream = OF_UPSTREAM * torch.finfo(torch.float32).eps * self.cancelled
         for name, gradient in found.gradients.items():
             where = f"gradient of {name}"

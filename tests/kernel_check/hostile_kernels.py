@@ -106,3 +106,32 @@ class SoftmaxOffset(torch.autograd.Function):
             result = x.softmax(-1)
         (of_x,) = torch.autograd.grad(result, x, upstream)
         return of_x + 16 * torch.finfo(torch.float32).eps * upstream.abs()
+
+
+def attention_of_scores(q, k, v):
+    """Attention as a textbook has it, in the dtype of the inputs."""
+    return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+
+def attention_of_logsumexp(q, k, v):
+    """Attention whose weights are exp(s − lse). They are as exact as a score is in fp32."""
+    scores = q.float() @ k.float().mT / q.shape[-1] ** 0.5
+    weights = (scores - scores.logsumexp(-1, keepdim=True)).exp()
+    return (weights @ v.float()).to(q.dtype)
+
+
+class AttentionOffset(torch.autograd.Function):
+    """Attention whose gradient of q is too large by 1 %."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        leaves = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            result = F.scaled_dot_product_attention(*leaves)
+        of_q, of_k, of_v = torch.autograd.grad(result, leaves, upstream)
+        return of_q * 1.01, of_k, of_v

@@ -106,6 +106,25 @@ def test_more_than_rounding_of_a_gradient_that_cancels_is_a_mistake():
     assert report.wrong["gradient of x"] > 20, report
 
 
+@pytest.mark.parametrize("name", ["attention_of_scores", "attention_of_logsumexp"])
+@pytest.mark.parametrize("values", ["constant", "±50"])
+@pytest.mark.parametrize("upstream", ["contiguous", "expanded"])
+def test_rounding_of_equal_scores_is_no_mistake(name, values, upstream):
+    """Exact gradients of q and k are 0, and weights are as exact as a score of 324 or more."""
+    function = getattr(hostile_kernels, name)
+    for rows, keys in ((1, 31), (31, 3), (15, 65)):
+        sizes = (("B", 1), ("H", 1), ("D", 16), ("T", rows), ("S", keys))
+        for seed in range(4):
+            case = {"sizes": sizes, "values": values, "upstream": upstream, "seed": seed}
+            outcome = outcome_of(function, "attention", **case)
+            assert outcome.status == "right", outcome
+
+
+def test_more_than_rounding_of_a_gradient_of_attention_is_a_mistake():
+    report = check_kernel(hostile_kernels.AttentionOffset, "attention", count=0, device="cpu")
+    assert report.wrong["gradient of q"] > 30, report
+
+
 def test_a_finding_has_the_digits_that_differ():
     def kernel(x):
         return x.softmax(-1) * (1 + 3e-6)
