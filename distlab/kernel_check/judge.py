@@ -140,7 +140,8 @@ def _outcome(
         if case.is_repeated:
             other = replace(case, seed=case.seed + 1)
             others = drawn(other, operation, tensors[0].device)
-            run(call, operation, case, others)
+            first = run(call, operation, case, others)
+            first_bits = [_bits_around(tensor).clone() for tensor in first.tensors()]
         # First with guards, which catch what would otherwise destroy memory of others.
         guarded = guarded_run(call, operation, case, tensors, NAN).to_cpu()
         has_backward = guarded.has_backward
@@ -156,6 +157,13 @@ def _outcome(
         # Without guards, as the kernel is called in use. These are the results that are judged.
         found = run(call, operation, case, tensors).to_cpu()
         expected.compare(found)
+        if case.is_repeated:
+            for tensor, bits in zip(first.tensors(), first_bits, strict=True):
+                if not torch.equal(_bits_around(tensor), bits):
+                    raise Wrong(
+                        "changes an earlier result",
+                        "a result or a gradient of the first call was changed by a later call",
+                    )
     except Wrong as wrong:
         return Outcome(case, "wrong", wrong.kind, wrong.detail, has_backward=has_backward)
     return Outcome(case, "right", differs=differences(found, guarded), has_backward=has_backward)
@@ -216,6 +224,11 @@ class Run:
         """True if a backward ran."""
         return bool(self.gradients)
 
+    def tensors(self) -> list[Tensor]:
+        """Return the results, and the gradients that there are."""
+        gradients = [gradient for gradient in self.gradients.values() if gradient is not None]
+        return [*self.results, *gradients]
+
     def to_cpu(self) -> "Run":
         """Return the same on the CPU. It waits for the GPU, and raises what went wrong there."""
         gradients = {}
@@ -228,7 +241,8 @@ def run(call: Function, operation: Operation, case: Case, tensors: Sequence[Tens
     """Call a kernel and, if the case asks for it and the result has a graph, its backward.
 
     Raises:
-        Wrong: it returned something else than tensors, or changed an input.
+        Wrong: it returned something else than tensors, or changed an input or the upstream
+            gradient.
     """
     # As bytes, since NaN is not equal to itself.
     before = [_bits_around(tensor).clone() for tensor in tensors]
@@ -241,10 +255,18 @@ def run(call: Function, operation: Operation, case: Case, tensors: Sequence[Tens
     with_graph = [result for result in results if result.requires_grad]
     if case.upstream is not None and with_graph:
         upstream = [upstream_of(result, case) for result in with_graph]
+        upstream_before = [_bits_around(gradient).clone() for gradient in upstream]
         torch.autograd.backward(with_graph, upstream)
         for argument, leaf in zip(operation.arguments, leaves, strict=True):
             if argument.has_gradient:
                 gradients[argument.name] = leaf.grad
+        for gradient, bits in zip(upstream, upstream_before, strict=True):
+            if not torch.equal(_bits_around(gradient), bits):
+                # Autograd passes the same tensor to other operations, as to x of x + f(x).
+                raise Wrong(
+                    "changes the upstream gradient",
+                    "the gradient that the backward was given, or memory next to it, was changed",
+                )
     for argument, tensor, bits in zip(operation.arguments, tensors, before, strict=True):
         if not torch.equal(_bits_around(tensor), bits):
             raise Wrong("changes an input", f"{argument.name}, or memory next to it, was changed")

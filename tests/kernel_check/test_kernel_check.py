@@ -65,12 +65,24 @@ def test_a_kernel_may_not_refuse_the_plain_input():
 
 @pytest.mark.parametrize(
     "function, kind",
-    [("changes_its_input", "changes an input"), ("returns_no_tensor", "no tensor")],
+    [
+        ("changes_its_input", "changes an input"),
+        ("ChangesTheUpstreamGradient", "changes the upstream gradient"),
+        ("returns_no_tensor", "no tensor"),
+    ],
 )
 def test_what_a_kernel_must_not_do_is_named(function, kind):
     report = check_kernel(getattr(hostile_kernels, function), "rms_norm", count=0, device="cpu")
     assert list(report.findings) == [kind]
     assert report.findings[kind].smallest == "N=1 D=1, fp32"
+
+
+@pytest.mark.parametrize("function", ["ReturnsABufferThatItKeeps", "KeepsAGradient"])
+def test_a_result_that_a_later_call_changes_is_a_mistake(function):
+    report = check_kernel(getattr(hostile_kernels, function), "rms_norm", count=0, device="cpu")
+    assert list(report.findings) == ["changes an earlier result"], report
+    (finding,) = report.findings.values()
+    assert finding.smallest == "N=1 D=1, fp32, after a call with other values"
 
 
 def test_rows_after_the_first_tile_count_in_the_gradient_of_a_weight():
