@@ -29,7 +29,7 @@ class Case:
         values: kind of values of the arguments with the role `values`.
         layout: strides of these arguments, see `laid_out`.
         upstream: strides of the gradient that backward is given, one of `UPSTREAM`. None: forward
-            alone.
+            alone, and under `torch.no_grad()`.
         seed: integer that fixes the values.
         is_repeated: True to call the kernel first with other values of the same sizes.
     """
@@ -50,7 +50,9 @@ class Case:
             words.append(f"values {self.values}")
         if self.layout != "contiguous":
             words.append(f"{self.layout} inputs")
-        if self.upstream not in (None, "contiguous"):
+        if self.upstream is None:
+            words.append("without gradients")
+        elif self.upstream != "contiguous":
             words.append(f"{self.upstream} upstream gradient")
         if self.is_repeated:
             words.append("after a call with other values")
@@ -75,6 +77,10 @@ def cases(
     yield ragged
     # With a seed of its own, so that a result of the plain case is not right by chance.
     yield replace(plain, is_repeated=True, seed=1)
+    if backward:
+        # As in inference, where a kernel may take another path, and may write over its input.
+        yield replace(ragged, upstream=None)
+        yield replace(plain, upstream=None, is_repeated=True, seed=1)
     for layout in operation.layouts[1:]:
         yield replace(ragged, layout=layout)
     for layout in UPSTREAM[1:] if backward else ():

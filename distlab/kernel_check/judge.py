@@ -250,7 +250,8 @@ def run(call: Function, operation: Operation, case: Case, tensors: Sequence[Tens
     for argument, tensor in zip(operation.arguments, tensors, strict=True):
         wants_gradient = case.upstream is not None and argument.has_gradient
         leaves.append(tensor.detach().requires_grad_(wants_gradient))
-    results = as_tuple(call(*leaves))
+    with torch.set_grad_enabled(case.upstream is not None):
+        results = as_tuple(call(*leaves))
     gradients = {}
     with_graph = [result for result in results if result.requires_grad]
     if case.upstream is not None and with_graph:

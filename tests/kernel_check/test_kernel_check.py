@@ -85,6 +85,19 @@ def test_a_result_that_a_later_call_changes_is_a_mistake(function):
     assert finding.smallest == "N=1 D=1, fp32, after a call with other values"
 
 
+@pytest.mark.parametrize(
+    "function, kind",
+    [
+        ("changes_its_input_in_inference", "changes an input"),
+        ("keeps_a_buffer_in_inference", "changes an earlier result"),
+    ],
+)
+def test_inputs_without_gradients_are_tried(function, kind):
+    report = check_kernel(getattr(hostile_kernels, function), "rms_norm", count=0, device="cpu")
+    assert list(report.findings) == [kind], report
+    assert "N=1 D=1, fp32, without gradients" in report.findings[kind].smallest
+
+
 def test_rows_after_the_first_tile_count_in_the_gradient_of_a_weight():
     kernel = hostile_kernels.WeightOfTheFirst64Rows
     report = check_kernel(kernel, "rms_norm", count=0, device="cpu")
