@@ -45,6 +45,8 @@ BREAKS_GPU = "breaks the GPU's context"
 
 Function = Callable[..., Any]
 
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -58,6 +60,7 @@ class Outcome:
         detail: sentence with numbers, or the reason why it was not tried.
         differs: largest difference between two runs on the same input, 0 for equal bits.
         has_backward: True if gradients were compared.
+        called: arguments that the kernel was called with, if the operation has an option.
     """
 
     case: Case
@@ -66,6 +69,7 @@ class Outcome:
     detail: str = ""
     differs: float = 0.0
     has_backward: bool = False
+    called: str = ""
 
 
 class Wrong(Exception):
@@ -99,7 +103,8 @@ def judge(function: Function, operation: Operation, case: Case, device: torch.de
     def work() -> Outcome:
         return _outcome(call, operation, case, tensors, expected)
 
-    return guarded_outcome(case, device, work)
+    outcome = guarded_outcome(case, device, work)
+    return replace(outcome, called=call.form(operation)) if operation.options else outcome
 
 
 def guarded_outcome(case: Case, device: torch.device, work: Callable[[], Outcome]) -> Outcome:
@@ -180,36 +185,68 @@ def works(device: torch.device) -> bool:
     return True
 
 
-def call_of(function: Function, operation: Operation) -> Function:
+@dataclass(frozen=True)
+class Call:
+    """A kernel as a function of the operation's tensors alone.
+
+    Attributes:
+        function: function to call.
+        by_position: arguments after the tensors.
+        by_name: arguments by their name.
+    """
+
+    function: Function
+    by_position: tuple[Any, ...] = ()
+    by_name: tuple[tuple[str, Any], ...] = ()
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Call the kernel."""
+        return self.function(*tensors, *self.by_position, **dict(self.by_name))
+
+    def form(self, operation: Operation) -> str:
+        """Return the arguments in words, for example `(q, k, v, is_causal=True)`."""
+        words = [argument.name for argument in operation.arguments]
+        words.extend(str(value) for value in self.by_position)
+        words.extend(f"{name}={value}" for name, value in self.by_name)
+        return f"({', '.join(words)})"
+
+
+def call_of(function: Function, operation: Operation) -> Call:
     """Return a function of the operation's tensors alone.
 
-    An option such as `is_causal` goes by its name or by `causal`, if the function has such a
-    parameter, else by position. A function of the tensors alone is called with these.
+    An option such as `is_causal` is given to the parameter of this name or of the name `causal`. A
+    function without either gets it by position only if it has one more parameter without a
+    default, or does not tell its parameters. Any other does nothing else than this operation.
     """
-    if isinstance(function, type) and issubclass(function, torch.autograd.Function):
-        parameters: Sequence[str] = ()
-        function = function.apply
-    else:
-        try:
-            parameters = list(inspect.signature(function).parameters)
-        except (TypeError, ValueError):  # for example built-in functions
-            parameters = ()
-    named = {}
-    by_position = []
+    is_autograd = isinstance(function, type) and issubclass(function, torch.autograd.Function)
+    target = function.apply if is_autograd else function
+    try:
+        parameters = list(
+            inspect.signature(function.forward if is_autograd else function).parameters.values()
+        )
+    except (TypeError, ValueError):  # for example built-in functions
+        return Call(target, by_position=tuple(value for _, value in operation.options))
+    has_setup = is_autograd and (
+        function.setup_context is not torch.autograd.Function.setup_context
+    )
+    if is_autograd and not has_setup:
+        parameters = parameters[1:]  # ctx
+    more = parameters[len(operation.arguments) :]
+    by_position: list[Any] = []
+    by_name = []
     for name, value in operation.options:
-        if name in parameters:
-            named[name] = value
-        elif name.removeprefix("is_") in parameters:
-            named[name.removeprefix("is_")] = value
-        elif len(parameters) == len(operation.arguments):
-            pass  # it takes the tensors alone, and does nothing else than this
-        else:
+        named = [each for each in parameters if each.name in (name, name.removeprefix("is_"))]
+        if named and is_autograd:
+            # `apply` takes no names. What is between gets its default.
+            before = parameters[len(operation.arguments) : parameters.index(named[0])]
+            by_position = [*(each.default for each in before), value]
+        elif named:
+            by_name.append((named[0].name, value))
+        elif any(each.kind is each.VAR_KEYWORD for each in parameters):
+            by_name.append((name, value))
+        elif more and more[0].default is more[0].empty and more[0].kind in POSITIONAL:
             by_position.append(value)
-
-    def call(*tensors: Tensor) -> Any:
-        return function(*tensors, *by_position, **named)
-
-    return call
+    return Call(target, tuple(by_position), tuple(by_name))
 
 
 @dataclass(frozen=True)

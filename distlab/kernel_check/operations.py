@@ -80,8 +80,7 @@ class Operation:
         subtracted: function of the tensors, the result and the upstream gradient that returns the
             size of what the backward subtracts from an equal number. None where `cancelling` or
             another gradient says it.
-        options: name → value that the function is called with by keyword, if it has such a
-            parameter, else by position.
+        options: name → value that the function is called with, see `judge.call_of`.
         layouts: layouts of the arguments with the role `values`, see `hostile.laid_out`.
     """
 

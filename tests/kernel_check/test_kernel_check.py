@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from distlab.kernel_check import OPERATIONS, check_kernel
 from distlab.kernel_check.judge import BREAKS_GPU
@@ -183,6 +184,64 @@ def test_infinity_is_right_where_torchs_own_sum_overflows():
     tensors = hostile.drawn(case_of("cross_entropy", **case), operation, CPU)
     assert operation.exact(*tensors).isinf()
     assert outcome_of(operation.exact, "cross_entropy", **case).status == "right"
+
+
+def causal(q, k, v, scale=None, causal=True):
+    return F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=causal)
+
+
+class CausalFunction(torch.autograd.Function):
+    """Causal attention without a backward."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.mark_non_differentiable(result := causal(q, k, v))
+        return result
+
+
+class FunctionWithScale(torch.autograd.Function):
+    """Attention, which is causal if it is asked for."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale=None, causal=False):
+        result = F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=causal)
+        ctx.mark_non_differentiable(result)
+        return result
+
+
+class FunctionWithSetup(torch.autograd.Function):
+    """The same, in the form with `setup_context`."""
+
+    @staticmethod
+    def forward(q, k, v, is_causal):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(output)
+
+
+@pytest.mark.parametrize(
+    "function, called",
+    [
+        (lambda q, k, v: causal(q, k, v), "(q, k, v)"),
+        (lambda q, k, v, scale=None: causal(q, k, v, scale), "(q, k, v)"),
+        (lambda q, k, v, *, scale=None: causal(q, k, v, scale), "(q, k, v)"),
+        (lambda *tensors: causal(*tensors), "(q, k, v)"),
+        (lambda q, k, v, causal_: causal(q, k, v, None, causal_), "(q, k, v, True)"),
+        (lambda q, k, v, *, is_causal: causal(q, k, v, None, is_causal), "is_causal=True)"),
+        (lambda *tensors, **named: causal(*tensors, None, named["is_causal"]), "is_causal=True)"),
+        (lambda *tensors, is_causal=False: causal(*tensors, None, is_causal), "is_causal=True)"),
+        (causal, "(q, k, v, causal=True)"),
+        (CausalFunction, "(q, k, v)"),
+        (FunctionWithScale, "(q, k, v, None, True)"),
+        (FunctionWithSetup, "(q, k, v, True)"),
+    ],
+)
+def test_an_option_is_given_to_its_own_parameter(function, called):
+    report = check_kernel(function, "causal_attention", count=0, device="cpu")
+    assert report.is_right and not report.refused, report
+    assert report.called.endswith(called) and f"called with {report.called}" in str(report)
 
 
 @pytest.fixture(autouse=True)
