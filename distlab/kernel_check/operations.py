@@ -32,6 +32,11 @@ ROWS = (1, 2, 3, 5, 16, 17, 33)
 TALL_ROWS = (63, 64, 65, 127, 128, 129)
 # Layouts of any rank. Functions that take (…, D) also get inputs with more dimensions.
 STRIDED = ("contiguous", "transposed", "sliced", "every second", "expanded")
+# Layouts of several arguments. In `different`, arguments with the role `values` have other strides
+# than each other, as where v is a view of a fused projection. In `parameters`, all other arguments
+# take every second element of a row, as a column of a table does.
+DIFFERENT = "different"
+PARAMETERS = "parameters"
 LENGTHS = (1, 3, 15, 16, 17, 31, 33, 64, 65, 100)
 
 
@@ -98,6 +103,17 @@ class Operation:
     subtracted: Callable[[Sequence[Tensor], Tensor, Tensor], float] | None = None
     options: tuple[tuple[str, Any], ...] = ()
     layouts: tuple[str, ...] = (*STRIDED, "rank 4")
+
+    @property
+    def all_layouts(self) -> tuple[str, ...]:
+        """`layouts`, and those of several arguments, if it has such arguments."""
+        layouts = list(self.layouts)
+        has_values = [argument.role == "values" for argument in self.arguments]
+        if sum(has_values) > 1:
+            layouts.append(DIFFERENT)
+        if not all(has_values):
+            layouts.append(PARAMETERS)
+        return tuple(layouts)
 
     def candidates(self, name: str) -> list[int]:
         """Return all values of a size, the smallest first."""

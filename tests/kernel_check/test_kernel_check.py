@@ -186,6 +186,41 @@ def test_infinity_is_right_where_torchs_own_sum_overflows():
     assert outcome_of(operation.exact, "cross_entropy", **case).status == "right"
 
 
+def as_if(tensor, strides):
+    """Return a tensor as a kernel reads it that is given the strides of another one."""
+    return tensor.as_strided(tensor.shape, strides, tensor.storage_offset())
+
+
+def with_own_strides():
+    """Operation and number of each argument whose strides a kernel can take for others."""
+    found = []
+    for name, operation in OPERATIONS.items():
+        for number, argument in enumerate(operation.arguments):
+            is_like_the_last = argument.shape == operation.arguments[number - 1].shape
+            if argument.role != "values" or (number > 0 and is_like_the_last):
+                found.append((name, number))
+    return found
+
+
+@pytest.mark.parametrize("name, number", with_own_strides())
+def test_the_strides_of_each_argument_count(name, number):
+    """A kernel takes those of the argument before, or those of a contiguous parameter."""
+    operation = OPERATIONS[name]
+    is_parameter = operation.arguments[number].role != "values"
+
+    def kernel(*tensors):
+        tensors = list(tensors)
+        strides = tensors[number - 1].stride()
+        if is_parameter:
+            strides = torch.empty(tensors[number].shape, device="meta").stride()
+        tensors[number] = as_if(tensors[number], strides)
+        return operation.exact(*tensors)
+
+    report = check_kernel(kernel, name, count=0, device="cpu")
+    words = "every second element of weights" if is_parameter else "different strides"
+    assert any(words in finding.smallest for finding in report.findings.values()), report
+
+
 def causal(q, k, v, scale=None, causal=True):
     return F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=causal)
 
