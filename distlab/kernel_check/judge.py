@@ -372,6 +372,7 @@ class Expected:
     """Results and gradients that a kernel must return for one input, on the CPU.
 
     Attributes:
+        first, fp32_tables: name of the first argument, and words about rope's tables.
         exact: those of torch in float64.
         near: the same for inputs that differ by a rounding of fp32.
         usual: those of torch in the dtype of the case.
@@ -383,6 +384,9 @@ class Expected:
 
     def __init__(self, operation: Operation, case: Case, tensors: Sequence[Tensor]) -> None:
         self.dtype = DTYPES[case.dtype]
+        self.first = operation.arguments[0].name
+        tables = [each.name for each in operation.arguments if each.role in ("cosines", "sines")]
+        self.fp32_tables = f" ({' and '.join(tables)} are fp32 in every dtype)" if tables else ""
         self.exact = _reference(operation, case, tensors, torch.float64).to_cpu()
         near = _reference(operation, case, tensors, torch.float64, is_rounded=True)
         self.near = near.to_cpu()
@@ -422,7 +426,10 @@ class Expected:
         for number, result in enumerate(found.results):
             name = "result" if len(found.results) == 1 else f"result {number + 1}"
             if result.dtype != self.dtype and result.ndim:
-                raise Wrong("dtype", f"{name} is {result.dtype}, and the input is {self.dtype}")
+                raise Wrong(
+                    "dtype",
+                    f"{name} is {result.dtype}, and {self.first} is {self.dtype}{self.fp32_tables}",
+                )
             _compare(
                 name,
                 result,

@@ -274,7 +274,8 @@ OPERATIONS: dict[str, Operation] = {
         Operation(
             name="rope",
             signature="rope(x (…, T, D), cos (T, D), sin (T, D)) → (…, T, D)",
-            about="x·cos + roll(x, D/2)·sin: cos of two equal halves, sin of two of opposite sign",
+            about="x·cos + roll(x, D/2)·sin in x's dtype: cos of two equal halves, sin of two of "
+            "opposite sign, both fp32 in every dtype",
             arguments=(
                 Argument("x", ("B", "T", "D")),
                 Argument("cos", ("T", "D"), "cosines", has_gradient=False),

@@ -151,6 +151,16 @@ def test_more_than_rounding_of_a_gradient_of_attention_is_a_mistake():
     assert report.wrong["gradient of q"] > 30, report
 
 
+def test_a_result_in_the_dtype_of_ropes_tables_is_explained():
+    def kernel(x, cos, sin):
+        return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+
+    report = check_kernel(kernel, "rope", count=0, device="cpu")
+    assert report.findings["dtype"].detail == (
+        "result is torch.float32, and x is torch.float16 (cos and sin are fp32 in every dtype)"
+    )
+
+
 def test_a_finding_has_the_digits_that_differ():
     def kernel(x):
         return x.softmax(-1) * (1 + 3e-6)
