@@ -148,6 +148,20 @@ class WeightOfTheFirst64Rows(torch.autograd.Function):
         return of_x, of_weight
 
 
+class WeightSummedInHalf(RightByAutograd):
+    """Right in fp32. In half precision the gradient of the weight is summed row by row."""
+
+    @staticmethod
+    def backward(ctx, upstream):
+        x, weight = ctx.saved_tensors
+        of_x, _ = RightByAutograd.backward(ctx, upstream)
+        normed = right(x.float(), torch.ones_like(weight, dtype=torch.float32))
+        of_weight = torch.zeros_like(weight)
+        for row in (upstream * normed).reshape(-1, weight.numel()):
+            of_weight = of_weight + row.to(weight.dtype)
+        return of_x, of_weight
+
+
 def softmax_through_the_maximum(x):
     """Right, but the gradient of the maximum is computed. It is the rounding of a whole row."""
     values = x.float()

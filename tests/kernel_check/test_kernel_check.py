@@ -106,6 +106,13 @@ def test_rows_after_the_first_tile_count_in_the_gradient_of_a_weight():
     assert finding.kind == "gradient of weight" and finding.smallest == "N=65 D=1, fp32", report
 
 
+def test_a_sum_over_rows_in_half_precision_is_a_mistake():
+    kernel = hostile_kernels.WeightSummedInHalf
+    report = check_kernel(kernel, "rms_norm", count=0, device="cpu")
+    (finding,) = report.findings.values()
+    assert finding.kind == "gradient of weight" and "N=257" in finding.smallest, report
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_rows_after_two_tiles_of_64_are_tried(name):
     operation = OPERATIONS[name]
