@@ -4,6 +4,7 @@ A `Case` is a description. `drawn` makes its tensors. Every tensor lies in a lar
 other elements are NaN, so that a kernel which reads outside of its input returns NaN.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -11,7 +12,16 @@ from random import Random
 import torch
 from torch import Tensor
 
-from distlab.kernel_check.operations import IGNORED, TALL_ROWS, Argument, Operation, Sizes
+from distlab.kernel_check.operations import (
+    DIFFERENT,
+    IGNORED,
+    PARAMETERS,
+    ROWS_OF_SUM,
+    TALL_ROWS,
+    Argument,
+    Operation,
+    Sizes,
+)
 
 GUARD = 1024  # elements of NaN before a tensor, and at least as many after it
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -27,9 +37,9 @@ class Case:
         sizes: name → size.
         dtype: name in `DTYPES`.
         values: kind of values of the arguments with the role `values`.
-        layout: strides of these arguments, see `laid_out`.
+        layout: strides of these arguments, see `laid_out`, or `DIFFERENT` or `PARAMETERS`.
         upstream: strides of the gradient that backward is given, one of `UPSTREAM`. None: forward
-            alone.
+            alone, and under `torch.no_grad()`.
         seed: integer that fixes the values.
         is_repeated: True to call the kernel first with other values of the same sizes.
     """
@@ -48,9 +58,15 @@ class Case:
         words = [sizes, self.dtype]
         if self.values != "normal":
             words.append(f"values {self.values}")
-        if self.layout != "contiguous":
+        if self.layout == DIFFERENT:
+            words.append("inputs with different strides")
+        elif self.layout == PARAMETERS:
+            words.append("every second element of weights, targets or tables")
+        elif self.layout != "contiguous":
             words.append(f"{self.layout} inputs")
-        if self.upstream not in (None, "contiguous"):
+        if self.upstream is None:
+            words.append("without gradients")
+        elif self.upstream != "contiguous":
             words.append(f"{self.upstream} upstream gradient")
         if self.is_repeated:
             words.append("after a call with other values")
@@ -75,7 +91,11 @@ def cases(
     yield ragged
     # With a seed of its own, so that a result of the plain case is not right by chance.
     yield replace(plain, is_repeated=True, seed=1)
-    for layout in operation.layouts[1:]:
+    if backward:
+        # As in inference, where a kernel may take another path, and may write over its input.
+        yield replace(ragged, upstream=None)
+        yield replace(plain, upstream=None, is_repeated=True, seed=1)
+    for layout in operation.all_layouts[1:]:
         yield replace(ragged, layout=layout)
     for layout in UPSTREAM[1:] if backward else ():
         yield replace(ragged, upstream=layout)
@@ -94,6 +114,12 @@ def cases(
     for rows in TALL_ROWS:
         sizes = {**few_columns, operation.rows: rows}
         yield replace(plain, sizes=tuple(sizes.items()))
+    if backward and "mean 1,000" in operation.values:
+        # Where a sum over rows in half precision is wrong. All its terms have one sign.
+        sizes = {**few_columns, operation.rows: ROWS_OF_SUM}
+        for dtype in dtypes[1:]:
+            case = replace(plain, sizes=tuple(sizes.items()), dtype=dtype)
+            yield replace(case, values="mean 1,000", upstream="expanded")
     for values in operation.values[1:]:
         yield replace(plain, values=values)
     for dtype in dtypes[1:]:
@@ -107,7 +133,7 @@ def cases(
                 tuple(sizes.items()),
                 random.choice(dtypes),
                 random.choice(operation.values),
-                random.choice(operation.layouts),
+                random.choice(operation.all_layouts),
                 random.choice(UPSTREAM) if backward else None,
                 seed=number + 1,
             )
@@ -172,15 +198,23 @@ def drawn(
     generator = torch.Generator().manual_seed(case.seed)
     sizes = dict(case.sizes)
     tensors = []
+    others = itertools.cycle(("contiguous", "transposed", "sliced"))
     for argument in operation.arguments:
         shape = tuple(sizes[name] for name in argument.shape)
         values = _values(argument, shape, case, sizes, generator)
+        layout = "contiguous"
+        if argument.role != "values" and case.layout == PARAMETERS:
+            layout = "every second"
+        elif argument.role == "values" and case.layout == DIFFERENT:
+            layout = next(others)
+        elif argument.role == "values" and case.layout != PARAMETERS:
+            layout = case.layout
         if argument.role == "targets":
-            tensors.append(values.to(device))
+            # A class, because a kernel that reads it as a target must not read far outside.
+            tensors.append(laid_out(values, layout, fill=0).to_device(device))
             continue
         is_table = argument.role in ("cosines", "sines")  # rope's tables are fp32 in any dtype
         values = values.to(torch.float32 if is_table else DTYPES[case.dtype])
-        layout = case.layout if argument.role == "values" else "contiguous"
         tensors.append(laid_out(values, layout, fill).to_device(device))
     return tensors
 
@@ -207,7 +241,7 @@ def laid_out(values: Tensor, layout: str, fill: float) -> LaidOut:
     """
     shape = tuple(values.shape)
     strides = list(torch.empty(shape, device="meta").stride())
-    if len(shape) < 2:
+    if len(shape) < 2 and layout != "every second":
         layout = "contiguous"
     if layout == "transposed":
         strides = list(torch.empty((*shape[:-2], shape[-1], shape[-2]), device="meta").stride())

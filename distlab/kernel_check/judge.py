@@ -29,9 +29,10 @@ ROUNDINGS = {torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}
 # Error that is allowed relative to the largest element, in units of eps: sums cancel.
 OF_LARGEST = 0.05
 
-# Error of a gradient that is allowed relative to the largest gradient of any argument, in units of
-# `ROUNDINGS`: what is left where a backward subtracts equal numbers, as attention does for a query
-# with one key. The exact gradient is then 0, and so is that of torch's own operation.
+# Error of a gradient that is allowed relative to the largest gradient of any argument, or to what
+# the backward subtracts (`Operation.subtracted`), in units of `ROUNDINGS`: what is left where it
+# subtracts equal numbers, as attention does for a query with one key. The exact gradient is then 0,
+# and so is that of torch's own operation.
 OF_LARGEST_GRADIENT = 1.0
 # Error of a gradient that is allowed relative to the largest upstream gradient, times what cancels
 # (`Operation.cancelling`), in units of fp32's eps, in which kernels compute. Softmax that is
@@ -43,6 +44,8 @@ OF_UPSTREAM = 4
 BREAKS_GPU = "breaks the GPU's context"
 
 Function = Callable[..., Any]
+
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Outcome:
         detail: sentence with numbers, or the reason why it was not tried.
         differs: largest difference between two runs on the same input, 0 for equal bits.
         has_backward: True if gradients were compared.
+        called: arguments that the kernel was called with, if the operation has an option.
     """
 
     case: Case
@@ -65,6 +69,7 @@ class Outcome:
     detail: str = ""
     differs: float = 0.0
     has_backward: bool = False
+    called: str = ""
 
 
 class Wrong(Exception):
@@ -98,7 +103,8 @@ def judge(function: Function, operation: Operation, case: Case, device: torch.de
     def work() -> Outcome:
         return _outcome(call, operation, case, tensors, expected)
 
-    return guarded_outcome(case, device, work)
+    outcome = guarded_outcome(case, device, work)
+    return replace(outcome, called=call.form(operation)) if operation.options else outcome
 
 
 def guarded_outcome(case: Case, device: torch.device, work: Callable[[], Outcome]) -> Outcome:
@@ -139,7 +145,8 @@ def _outcome(
         if case.is_repeated:
             other = replace(case, seed=case.seed + 1)
             others = drawn(other, operation, tensors[0].device)
-            run(call, operation, case, others)
+            first = run(call, operation, case, others)
+            first_bits = [_bits_around(tensor).clone() for tensor in first.tensors()]
         # First with guards, which catch what would otherwise destroy memory of others.
         guarded = guarded_run(call, operation, case, tensors, NAN).to_cpu()
         has_backward = guarded.has_backward
@@ -155,6 +162,13 @@ def _outcome(
         # Without guards, as the kernel is called in use. These are the results that are judged.
         found = run(call, operation, case, tensors).to_cpu()
         expected.compare(found)
+        if case.is_repeated:
+            for tensor, bits in zip(first.tensors(), first_bits, strict=True):
+                if not torch.equal(_bits_around(tensor), bits):
+                    raise Wrong(
+                        "changes an earlier result",
+                        "a result or a gradient of the first call was changed by a later call",
+                    )
     except Wrong as wrong:
         return Outcome(case, "wrong", wrong.kind, wrong.detail, has_backward=has_backward)
     return Outcome(case, "right", differs=differences(found, guarded), has_backward=has_backward)
@@ -171,36 +185,68 @@ def works(device: torch.device) -> bool:
     return True
 
 
-def call_of(function: Function, operation: Operation) -> Function:
+@dataclass(frozen=True)
+class Call:
+    """A kernel as a function of the operation's tensors alone.
+
+    Attributes:
+        function: function to call.
+        by_position: arguments after the tensors.
+        by_name: arguments by their name.
+    """
+
+    function: Function
+    by_position: tuple[Any, ...] = ()
+    by_name: tuple[tuple[str, Any], ...] = ()
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Call the kernel."""
+        return self.function(*tensors, *self.by_position, **dict(self.by_name))
+
+    def form(self, operation: Operation) -> str:
+        """Return the arguments in words, for example `(q, k, v, is_causal=True)`."""
+        words = [argument.name for argument in operation.arguments]
+        words.extend(str(value) for value in self.by_position)
+        words.extend(f"{name}={value}" for name, value in self.by_name)
+        return f"({', '.join(words)})"
+
+
+def call_of(function: Function, operation: Operation) -> Call:
     """Return a function of the operation's tensors alone.
 
-    An option such as `is_causal` goes by its name or by `causal`, if the function has such a
-    parameter, else by position. A function of the tensors alone is called with these.
+    An option such as `is_causal` is given to the parameter of this name or of the name `causal`. A
+    function without either gets it by position only if it has one more parameter without a
+    default, or does not tell its parameters. Any other does nothing else than this operation.
     """
-    if isinstance(function, type) and issubclass(function, torch.autograd.Function):
-        parameters: Sequence[str] = ()
-        function = function.apply
-    else:
-        try:
-            parameters = list(inspect.signature(function).parameters)
-        except (TypeError, ValueError):  # for example built-in functions
-            parameters = ()
-    named = {}
-    by_position = []
+    is_autograd = isinstance(function, type) and issubclass(function, torch.autograd.Function)
+    target = function.apply if is_autograd else function
+    try:
+        parameters = list(
+            inspect.signature(function.forward if is_autograd else function).parameters.values()
+        )
+    except (TypeError, ValueError):  # for example built-in functions
+        return Call(target, by_position=tuple(value for _, value in operation.options))
+    has_setup = is_autograd and (
+        function.setup_context is not torch.autograd.Function.setup_context
+    )
+    if is_autograd and not has_setup:
+        parameters = parameters[1:]  # ctx
+    more = parameters[len(operation.arguments) :]
+    by_position: list[Any] = []
+    by_name = []
     for name, value in operation.options:
-        if name in parameters:
-            named[name] = value
-        elif name.removeprefix("is_") in parameters:
-            named[name.removeprefix("is_")] = value
-        elif len(parameters) == len(operation.arguments):
-            pass  # it takes the tensors alone, and does nothing else than this
-        else:
+        named = [each for each in parameters if each.name in (name, name.removeprefix("is_"))]
+        if named and is_autograd:
+            # `apply` takes no names. What is between gets its default.
+            before = parameters[len(operation.arguments) : parameters.index(named[0])]
+            by_position = [*(each.default for each in before), value]
+        elif named:
+            by_name.append((named[0].name, value))
+        elif any(each.kind is each.VAR_KEYWORD for each in parameters):
+            by_name.append((name, value))
+        elif more and more[0].default is more[0].empty and more[0].kind in POSITIONAL:
             by_position.append(value)
-
-    def call(*tensors: Tensor) -> Any:
-        return function(*tensors, *by_position, **named)
-
-    return call
+    return Call(target, tuple(by_position), tuple(by_name))
 
 
 @dataclass(frozen=True)
@@ -215,6 +261,11 @@ class Run:
         """True if a backward ran."""
         return bool(self.gradients)
 
+    def tensors(self) -> list[Tensor]:
+        """Return the results, and the gradients that there are."""
+        gradients = [gradient for gradient in self.gradients.values() if gradient is not None]
+        return [*self.results, *gradients]
+
     def to_cpu(self) -> "Run":
         """Return the same on the CPU. It waits for the GPU, and raises what went wrong there."""
         gradients = {}
@@ -227,7 +278,8 @@ def run(call: Function, operation: Operation, case: Case, tensors: Sequence[Tens
     """Call a kernel and, if the case asks for it and the result has a graph, its backward.
 
     Raises:
-        Wrong: it returned something else than tensors, or changed an input.
+        Wrong: it returned something else than tensors, or changed an input or the upstream
+            gradient.
     """
     # As bytes, since NaN is not equal to itself.
     before = [_bits_around(tensor).clone() for tensor in tensors]
@@ -235,15 +287,24 @@ def run(call: Function, operation: Operation, case: Case, tensors: Sequence[Tens
     for argument, tensor in zip(operation.arguments, tensors, strict=True):
         wants_gradient = case.upstream is not None and argument.has_gradient
         leaves.append(tensor.detach().requires_grad_(wants_gradient))
-    results = as_tuple(call(*leaves))
+    with torch.set_grad_enabled(case.upstream is not None):
+        results = as_tuple(call(*leaves))
     gradients = {}
     with_graph = [result for result in results if result.requires_grad]
     if case.upstream is not None and with_graph:
         upstream = [upstream_of(result, case) for result in with_graph]
+        upstream_before = [_bits_around(gradient).clone() for gradient in upstream]
         torch.autograd.backward(with_graph, upstream)
         for argument, leaf in zip(operation.arguments, leaves, strict=True):
             if argument.has_gradient:
                 gradients[argument.name] = leaf.grad
+        for gradient, bits in zip(upstream, upstream_before, strict=True):
+            if not torch.equal(_bits_around(gradient), bits):
+                # Autograd passes the same tensor to other operations, as to x of x + f(x).
+                raise Wrong(
+                    "changes the upstream gradient",
+                    "the gradient that the backward was given, or memory next to it, was changed",
+                )
     for argument, tensor, bits in zip(operation.arguments, tensors, before, strict=True):
         if not torch.equal(_bits_around(tensor), bits):
             raise Wrong("changes an input", f"{argument.name}, or memory next to it, was changed")
@@ -311,22 +372,37 @@ class Expected:
     """Results and gradients that a kernel must return for one input, on the CPU.
 
     Attributes:
+        first, fp32_tables: name of the first argument, and words about rope's tables.
         exact: those of torch in float64.
         near: the same for inputs that differ by a rounding of fp32.
         usual: those of torch in the dtype of the case.
-        cancelled: size of what the backward subtracts from an equal number, at most.
+        cancelled: size of what the backward subtracts from an equal number, at most, by
+            `Operation.cancelling`.
+        subtracted: the same by `Operation.subtracted`.
+        of_weights: error of weights in fp32, relative to them, by `Operation.largest_logit`.
     """
 
     def __init__(self, operation: Operation, case: Case, tensors: Sequence[Tensor]) -> None:
         self.dtype = DTYPES[case.dtype]
+        self.first = operation.arguments[0].name
+        tables = [each.name for each in operation.arguments if each.role in ("cosines", "sines")]
+        self.fp32_tables = f" ({' and '.join(tables)} are fp32 in every dtype)" if tables else ""
         self.exact = _reference(operation, case, tensors, torch.float64).to_cpu()
         near = _reference(operation, case, tensors, torch.float64, is_rounded=True)
         self.near = near.to_cpu()
         self.usual = _reference(operation, case, tensors, self.dtype).to_cpu()
         self.cancelled = 0.0
+        self.subtracted = 0.0
+        self.of_weights = 0.0
+        if operation.largest_logit is not None:
+            logit = operation.largest_logit(tensors)
+            self.of_weights = torch.finfo(torch.float32).eps * logit
         if case.upstream is not None:
             upstream = [upstream_of(result, case) for result in self.usual.results]
             self.cancelled = operation.cancelling * max(map(_largest, upstream))
+            if operation.subtracted is not None:
+                (result,) = self.exact.results
+                self.subtracted = operation.subtracted(tensors, result, upstream[0])
 
     def is_nan_of(self, found: Run) -> bool:
         """Return whether some element is NaN that is a number in the exact result."""
@@ -350,7 +426,10 @@ class Expected:
         for number, result in enumerate(found.results):
             name = "result" if len(found.results) == 1 else f"result {number + 1}"
             if result.dtype != self.dtype and result.ndim:
-                raise Wrong("dtype", f"{name} is {result.dtype}, and the input is {self.dtype}")
+                raise Wrong(
+                    "dtype",
+                    f"{name} is {result.dtype}, and {self.first} is {self.dtype}{self.fp32_tables}",
+                )
             _compare(
                 name,
                 result,
@@ -358,11 +437,11 @@ class Expected:
                 self.near.results[number],
                 self.usual.results[number],
                 self.dtype,
-                of_all=0.0,
+                of_all=self.of_weights * _largest(self.exact.results[number]),
             )
         eps = ROUNDINGS[self.dtype] * torch.finfo(self.dtype).eps
-        largest = max(map(_largest, self.exact.gradients.values()), default=0.0)
-        of_largest = OF_LARGEST_GRADIENT * eps * largest
+        largest = max([self.subtracted, *map(_largest, self.exact.gradients.values())])
+        of_largest = (OF_LARGEST_GRADIENT * eps + self.of_weights) * largest
         of_upstream = OF_UPSTREAM * torch.finfo(torch.float32).eps * self.cancelled
         for name, gradient in found.gradients.items():
             where = f"gradient of {name}"
@@ -451,18 +530,19 @@ def _compare(
         raise Wrong("shape", f"{name} is {tuple(actual.shape)}, not {tuple(exact.shape)}")
     mine = actual.detach().double()
     # Where the exact result is not a number, any value is accepted. Where it does not fit the
-    # dtype, so is infinity.
+    # dtype, or torch's own sum overflows on its way, so is infinity.
     fits = exact.isfinite() & (exact.abs() <= torch.finfo(dtype).max)
+    fits &= ~(usual.isinf() & mine.isinf()) & ~(usual.isnan() & ~mine.isfinite())
     infinite = exact.isinf()
     if not torch.equal(mine[infinite], exact[infinite]):
         raise Wrong(name, f"{name} is finite where it must be infinite")
     if not fits.any():
         return
-    if not mine[fits].isfinite().all():
-        wrong = int((~mine[fits].isfinite()).sum())
-        raise Wrong(
-            f"{name} is NaN", f"{name}: {wrong} of {mine.numel()} elements are NaN or infinite"
-        )
+    for word, is_so in (("NaN", mine.isnan()), ("infinite", mine.isinf())):
+        wrong = int((fits & is_so).sum())
+        if wrong:
+            detail = f"{name}: {wrong} of {mine.numel()} elements are {word}"
+            raise Wrong(f"{name} is {word}", detail)
     usual_error = _largest((usual.double() - exact).abs()[fits])
     condition_error = _largest((near - exact).abs()[fits])
     eps = torch.finfo(dtype).eps

@@ -30,8 +30,15 @@ ROWS = (1, 2, 3, 5, 16, 17, 33)
 # the first tile is right on fewer. They are tried with few columns, because Triton's interpreter
 # takes time for each row.
 TALL_ROWS = (63, 64, 65, 127, 128, 129)
+# Rows of equal sign whose sum in half precision is wrong by many roundings. Fewer do not show it.
+ROWS_OF_SUM = 257
 # Layouts of any rank. Functions that take (…, D) also get inputs with more dimensions.
 STRIDED = ("contiguous", "transposed", "sliced", "every second", "expanded")
+# Layouts of several arguments. In `different`, arguments with the role `values` have other strides
+# than each other, as where v is a view of a fused projection. In `parameters`, all other arguments
+# take every second element of a row, as a column of a table does.
+DIFFERENT = "different"
+PARAMETERS = "parameters"
 LENGTHS = (1, 3, 15, 16, 17, 31, 33, 64, 65, 100)
 
 
@@ -73,9 +80,14 @@ class Operation:
         cancelling: sum of derivatives that the backward of a row subtracts from an equal sum, where
             no gradient says how large it is. Softmax has y·g − y·Σ(y·g), and its y add up to 1. If
             all g are equal, every gradient is 0, and what is left is rounding. 0 if nothing cancels
-            or the gradient of another argument is as large: v in attention, the weight in norms.
-        options: name → value that the function is called with by keyword, if it has such a
-            parameter, else by position.
+            or the gradient of another argument is as large, as that of the weight in norms.
+        largest_logit: function of the tensors that returns the absolute value of the largest number
+            whose exponential is a weight. A rounding of it in fp32 changes the weight by as much,
+            relative to the weight. None where the results are the weights, as in softmax.
+        subtracted: function of the tensors, the result and the upstream gradient that returns the
+            size of what the backward subtracts from an equal number. None where `cancelling` or
+            another gradient says it.
+        options: name → value that the function is called with, see `judge.call_of`.
         layouts: layouts of the arguments with the role `values`, see `hostile.laid_out`.
     """
 
@@ -89,8 +101,21 @@ class Operation:
     is_valid: Callable[[Sizes], bool] = lambda sizes: True
     rows: str = "N"
     cancelling: float = 0.0
+    largest_logit: Callable[[Sequence[Tensor]], float] | None = None
+    subtracted: Callable[[Sequence[Tensor], Tensor, Tensor], float] | None = None
     options: tuple[tuple[str, Any], ...] = ()
     layouts: tuple[str, ...] = (*STRIDED, "rank 4")
+
+    @property
+    def all_layouts(self) -> tuple[str, ...]:
+        """`layouts`, and those of several arguments, if it has such arguments."""
+        layouts = list(self.layouts)
+        has_values = [argument.role == "values" for argument in self.arguments]
+        if sum(has_values) > 1:
+            layouts.append(DIFFERENT)
+        if not all(has_values):
+            layouts.append(PARAMETERS)
+        return tuple(layouts)
 
     def candidates(self, name: str) -> list[int]:
         """Return all values of a size, the smallest first."""
@@ -141,6 +166,27 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _causal_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = True) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+def _largest_score(tensors: Sequence[Tensor]) -> float:
+    """Return the largest |q·k|/√D."""
+    query, key = (tensor.detach().cpu().double() for tensor in tensors[:2])
+    return (query @ key.mT).abs().max().item() / query.shape[-1] ** 0.5
+
+
+def _subtracted_by_attention(tensors: Sequence[Tensor], result: Tensor, upstream: Tensor) -> float:
+    """Return how large the gradient of q or k is before Σ g·o of its query is subtracted.
+
+    If all values are equal, Σ g·v of each key is equal to Σ g·o. The textbook's backward rounds
+    both, and multiplies the difference by the keys or the queries.
+    """
+    query, key = (tensor.detach().abs().max().item() for tensor in tensors[:2])
+    products = result.double() * upstream.double()
+    # The norm also, because products that cancel in the sum have been rounded.
+    terms = torch.maximum(products.norm(dim=-1), products.sum(-1).abs())
+    of_query = terms.max().item() * key
+    of_key = terms.norm(dim=-1).max().item() * query  # which has a term of every query
+    return max(of_query, of_key) / result.shape[-1] ** 0.5
 
 
 def _even_width(sizes: Sizes) -> bool:
@@ -230,7 +276,8 @@ OPERATIONS: dict[str, Operation] = {
         Operation(
             name="rope",
             signature="rope(x (…, T, D), cos (T, D), sin (T, D)) → (…, T, D)",
-            about="x·cos + roll(x, D/2)·sin: cos of two equal halves, sin of two of opposite sign",
+            about="x·cos + roll(x, D/2)·sin in x's dtype: cos of two equal halves, sin of two of "
+            "opposite sign, both fp32 in every dtype",
             arguments=(
                 Argument("x", ("B", "T", "D")),
                 Argument("cos", ("T", "D"), "cosines", has_gradient=False),
@@ -296,6 +343,8 @@ OPERATIONS: dict[str, Operation] = {
             exact=_attention,
             sizes={**ATTENTION_SIZES, "T": LENGTHS, "S": LENGTHS},
             values=("normal", "±50", "constant", "zeros", "tiny"),
+            largest_logit=_largest_score,
+            subtracted=_subtracted_by_attention,
             rows="T",
             layouts=STRIDED,
         ),
@@ -311,6 +360,8 @@ OPERATIONS: dict[str, Operation] = {
             exact=_causal_attention,
             sizes={**ATTENTION_SIZES, "T": LENGTHS},
             values=("normal", "±50", "constant", "zeros", "tiny"),
+            largest_logit=_largest_score,
+            subtracted=_subtracted_by_attention,
             rows="T",
             options=(("is_causal", True),),
             layouts=STRIDED,

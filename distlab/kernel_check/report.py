@@ -47,6 +47,7 @@ class Report:
         has_backward: True if gradients were compared.
         left: number of cases that were not tried because the time was over.
         too_large: reason why the large input was not tried. Empty if it was, and on a CPU.
+        called: arguments that the kernel was called with, if the operation has an option.
     """
 
     operation: str
@@ -59,6 +60,7 @@ class Report:
     has_backward: bool = False
     left: int = 0
     too_large: str = ""
+    called: str = ""
 
     @property
     def is_right(self) -> bool:
@@ -68,13 +70,25 @@ class Report:
     def add(self, outcome: Outcome) -> None:
         """Count an outcome."""
         self.add_counts(
-            outcome.status, outcome.kind, outcome.detail, outcome.differs, outcome.has_backward
+            outcome.status,
+            outcome.kind,
+            outcome.detail,
+            outcome.differs,
+            outcome.has_backward,
+            outcome.called,
         )
 
     def add_counts(
-        self, status: str, kind: str, detail: str, differs: float, has_backward: bool
+        self,
+        status: str,
+        kind: str,
+        detail: str,
+        differs: float,
+        has_backward: bool,
+        called: str = "",
     ) -> None:
         """Count an outcome, given by the attributes of `Outcome`."""
+        self.called = called or self.called
         self.has_backward = self.has_backward or has_backward
         self.differs = max(self.differs, differs)
         if status == "right":
@@ -106,6 +120,8 @@ class Report:
             f"{verdict}: as {self.operation}, {backward}: {self.right} of {tried} inputs are "
             f"right, {self.refused} refused, {sum(self.wrong.values())} wrong"
         ]
+        if self.called:
+            lines.append(f"  called with {self.called}")
         for kind, finding in self.findings.items():
             inputs = "1 input" if self.wrong[kind] == 1 else f"{self.wrong[kind]} inputs"
             lines.append(f"  {kind} ({inputs}). The smallest: {finding.smallest}")
@@ -142,6 +158,7 @@ class Report:
             "differs": self.differs,
             "not_tried": self.left,
             "too_large": self.too_large,
+            "called": self.called,
         }
 
 
