@@ -165,6 +165,9 @@ def check_name(name: str, flag: str = "--model") -> None:
         raise ValueError(
             f"{flag} {name}: give package.module:function, such as my_package.my_module:build"
         )
+    if module.endswith(".py"):
+        named = module.removesuffix(".py").removeprefix("./").replace("/", ".")
+        raise ValueError(f"{flag} {name}: give the module, not its file: {named}:{function}")
 
 
 @lru_cache(maxsize=8)

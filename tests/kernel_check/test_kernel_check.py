@@ -395,6 +395,7 @@ def test_a_wrong_kernel_ends_with_its_page(capsys):
     [
         ([], "give your kernel as package.module:function"),
         (["no_colon", "--as", "rms_norm"], "give package.module:function"),
+        (["my_kernels.py:f", "--as", "rms_norm"], "not its file: my_kernels:f"),
         (["a:b"], "--as '' is unknown"),
         (["a:b", "--as", "rms_nrom"], "did you mean rms_norm?"),
         (["no_such_module:b", "--as", "rms_norm"], "the import of no_such_module failed"),
