@@ -42,8 +42,8 @@ class CheckOptions(RankOptions):
         "", "your model: package.module:function, see docs/learn/own_model.md", positional=True
     )
     wrap: str | None = option(None, "your wrapper: package.module:function (module, group)")
-    strategy: str = option(
-        "bucketed", "strategy to check, without --wrap", choices=tuple(STRATEGIES)
+    strategy: str | None = option(
+        None, "strategy to check, without --wrap [bucketed]", choices=tuple(STRATEGIES)
     )
     optimizer: str = option(
         "sgd", "a class of torch.optim, or your own as package.module:Class; its state is compared"
@@ -76,13 +76,15 @@ def main(arguments: Sequence[str]) -> int:
             "give your model as package.module:function, such as examples.own_model:build"
         )
     if options.wrap is not None:
+        if options.strategy is not None:
+            raise ValueError("give --wrap or --strategy: a check has one of them")
         check_name(options.wrap, "--wrap")
 
     def work(context: RankContext) -> int:
         verdict = on_rank(
             context,
             options.model,
-            options.wrap or options.strategy,
+            options.wrap or options.strategy or "bucketed",
             batch=options.batch,
             same_batch=options.same_batch,
             micro_batches=options.micro_batches,

@@ -1130,6 +1130,11 @@ def test_the_command_says_that_a_wrapper_needs_one_backward(options, headline):
     assert done.stdout.startswith(headline)
 
 
+def test_the_command_refuses_a_strategy_beside_a_wrapper():
+    done = checked("--wrap", f"{HERE}:ddp", "--strategy", "fsdp")
+    assert done.returncode == 2 and "give --wrap or --strategy" in done.stderr
+
+
 def test_the_command_ends_with_a_sentence_where_a_rank_aborts():
     # Not in pytest's process: its handler of crashes would be inherited by the ranks.
     done = checked("--wrap", f"{HERE}:other_order", "--timeout", "5")

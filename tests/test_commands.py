@@ -45,10 +45,10 @@ QUICK = {
 CANNOT = {
     r"^pip install|^export|submission": "changes the environment",
     r"--nnodes 2|machine0|^sbatch": "needs several machines",
-    r"distlab compare|show RUN|^PYTHONPATH=mine|distlab grade|distlab memory": (
+    r"distlab compare|(show|sample) RUN|^PYTHONPATH=mine|distlab grade|distlab memory": (
         "needs the reader's own runs, or files"
     ),
-    r"distlab trace (rank0|new/|outputs/)": "needs the reader's own traces",
+    r"distlab trace (rank0|new/|outputs/|traces/)": "needs the reader's own traces",
     r"distlab kernel my_kernels": "needs the reader's own kernel",
     r"distlab kernel examples\.faulty_kernels": "exits with 1, because the kernel is wrong",
     r"^make docs": "installs mkdocs; test_site.py builds the site where it is",
@@ -69,7 +69,7 @@ def runnable():
             text = filled_in(command.text)
             words = shlex.split(text)
             ours = arguments_of(words)
-            if ours in (["show"], ["check"], ["kernel"], ["records"]):
+            if ours in (["show"], ["check"], ["kernel"], ["records"], ["trace"], ["memory"]):
                 continue  # named on a page; it needs arguments
             if ours[:1] == ["run"] and not answers_in_words(ours):
                 restarts = "--max-restarts 1 --name page " if "--max-restarts" in words else ""
