@@ -198,8 +198,11 @@ VIEW = View(
         ms_column("forward_p50_ms", "forward ms"),
         ms_column("backward_p50_ms", "backward ms"),
         ms_column("optimizer_p50_ms", "optimizer ms"),
+        Column("metrics.forward_mean_ms", "forward mean ms", ".2f", optional=True),
         Column("metrics.forward_std_ms", "± std forward ms", ".2f", optional=True),
+        Column("metrics.backward_mean_ms", "backward mean ms", ".2f", optional=True),
         Column("metrics.backward_std_ms", "± std backward ms", ".2f", optional=True),
+        Column("metrics.optimizer_mean_ms", "optimizer mean ms", ".2f", optional=True),
         Column("metrics.optimizer_std_ms", "± std optimizer ms", ".2f", optional=True),
         gib_column("metrics.peak_alloc_bytes", "peak GiB", ".2f"),
         gib_column(
