@@ -69,7 +69,7 @@ def test_what_muon_adds_to_a_step(rows):
     It keeps one moment of a matrix, not two.
     """
     adamw, muon = (
-        rows[f"3.4 B, ZeRO-1 with {name}, 2 H100"].metrics for name in ("AdamW", "Muon, exchanged")
+        rows[f"3.4 B, ZeRO-1 with {name}, 2 H200"].metrics for name in ("AdamW", "Muon, exchanged")
     )
     assert muon["predicted_step_ms"] - adamw["predicted_step_ms"] > 100
     assert muon["memory_gib_error_pct"] == pytest.approx(adamw["memory_gib_error_pct"], abs=0.5)
