@@ -256,8 +256,10 @@ def what_communication_costs(records: Records) -> list[str]:
     if overhead is None:
         return []
     who = f"{best.variant}, the fastest of ours that overlaps,"
+    overhead_ms = best.metrics["overhead_ms"]
+    more = "more" if overhead_ms >= 0 else "less"
     measured = (
-        f"takes {best.metrics['overhead_ms']:+.1f} ms longer than local, {overhead.middle:.0f} % "
+        f"takes {abs(overhead_ms):.1f} ms {more} than local, {overhead.middle:.0f} % "
         f"of its step (95 %: {overhead.low:.0f} to {overhead.high:.0f} %)"
     )
     # The whole interval is above the limit. A median above it would not suffice.

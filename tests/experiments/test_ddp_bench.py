@@ -238,8 +238,8 @@ def test_communication_is_in_the_way_where_the_whole_interval_says_so():
     parts = {"overhead_exposed_ms": 3.0, "overhead_slowdown_ms": 1.0, "overhead_idle_ms": -1.0}
     closed = parts | {"overhead_closes": True}
     sentence = (
-        "Communication is in the way: bucketed, the fastest of ours that overlaps, takes +4.4 ms "
-        "longer than local, 22 % of its step (95 %: 20 to 24 %)"
+        "Communication is in the way: bucketed, the fastest of ours that overlaps, takes 4.4 ms "
+        "more than local, 22 % of its step (95 %: 20 to 24 %)"
     )
     cause = ", most of it exposed communication (3.0 ms)"
     assert said("bucketed", **over_local(22, 20, 24), **closed) == [f"{sentence}{cause}."]
