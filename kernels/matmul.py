@@ -23,6 +23,7 @@ Two kernels, in the order in which one would write them:
   of the next one are under way.
 """
 
+import dataclasses
 import functools
 
 import torch
@@ -237,9 +238,9 @@ def persistent_kernel(
 
 @functools.cache
 def tile_for(
-    generation: str, itemsize: int, small: bool, norm_block: int = 0, store_bytes: int = 0
+    generation: str, itemsize: int, small: bool, norm_block: int = 0
 ) -> tuple[Launch, int]:
-    """Return launch parameters and BLOCK_K that fit the GPU without spilling registers.
+    """Return launch parameters and BLOCK_K of `grouped_kernel` that do not spill registers.
 
     From Hopper on, matrix instructions read their operands from shared memory, where every stage of
     a and b is stored, in at most 227 KiB. Before Hopper they read registers, of which eight warps
@@ -251,8 +252,6 @@ def tile_for(
         itemsize: bytes per element of a and b.
         small: whether rows or columns are at most 1024. Small tiles then make enough programs.
         norm_block: columns of a tile that must hold whole rows, or 0.
-        store_bytes: bytes per element of y in `persistent_kernel`, which stores through shared
-            memory, or 0 for `grouped_kernel`.
     """
     if generation == "interpreter":
         return Launch(block=norm_block or 32, rows=32), 32
@@ -273,11 +272,48 @@ def tile_for(
         return Launch(block=128, rows=64, warps=4 if hopper else 8, stages=3), block_k
     if small:
         return Launch(block=128, rows=64, warps=4 if hopper else 8, stages=4), block_k
-    # On Hopper a stage takes (128·64 + 64·256)·2 bytes = 48 KiB. Four of them and half a tile of
-    # 16-bit results, 32 KiB, are 224 of 227 KiB. Half a tile in fp32 takes 64 KiB and leaves three.
     if hopper:
-        return Launch(block=256, rows=128, warps=8, stages=4 if store_bytes == 2 else 3), block_k
+        return Launch(block=256, rows=128, warps=8, stages=3), block_k
     return Launch(block=128, rows=128, warps=8, stages=4), block_k
+
+
+# Tiles of `persistent_kernel`, each with the share of the largest tile's FLOP/s that a
+# multiprocessor reaches with it. Smaller tiles read more bytes per FLOP.
+PERSISTENT_TILES = (
+    (Launch(block=256, rows=128, warps=8, stages=4), 1.0),
+    (Launch(block=128, rows=128, warps=8, stages=5), 0.8),
+    (Launch(block=128, rows=64, warps=4, stages=4), 0.6),
+)
+PERSISTENT_DEPTH = 64  # elements of a row of a per stage, 128 bytes: a whole cache line
+
+
+@functools.lru_cache
+def persistent_tile(rows: int, cols: int, multiprocessors: int, store_bytes: int) -> Launch:
+    """Return launch parameters of `persistent_kernel` for a result of this size, on Hopper.
+
+    Each multiprocessor computes one tile at a time. The busiest one takes as long as its number of
+    tiles times the size of a tile, divided by the rate. Large tiles win by their rate where there
+    are many of them. Small ones win where large ones would leave multiprocessors idle.
+
+    Args:
+        rows: rows of y.
+        cols: columns of y.
+        multiprocessors: number of them on the GPU.
+        store_bytes: bytes per element of y, which is stored through shared memory.
+    """
+
+    def duration(candidate: tuple[Launch, float]) -> float:
+        """Return the time with this tile, in a unit that is the same for all tiles."""
+        launch, rate = candidate
+        tiles = cdiv(rows, launch.rows) * cdiv(cols, launch.block)
+        return cdiv(tiles, multiprocessors) * launch.rows * launch.block / rate
+
+    launch, _ = min(PERSISTENT_TILES, key=duration)
+    # A stage of the largest tile takes (128·64 + 64·256)·2 bytes = 48 KiB. Four of them and half a
+    # tile of 16-bit results, 32 KiB, are 224 of 227 KiB. Half a tile in fp32 leaves room for three.
+    if launch.block == 256 and store_bytes == 4:
+        return dataclasses.replace(launch, stages=3)
+    return launch
 
 
 def launch_pointers(
@@ -386,12 +422,15 @@ def launch_persistent(
 
     rows, depth = a.shape
     cols = b.shape[1]
-    small = min(rows, cols) <= 1024
-    generation = _dispatch.generation(a.device.index)
-    launch, block_k = tile_for(generation, a.element_size(), small, 0, y.element_size())
+    multiprocessors = _dispatch.multiprocessors(a.device)
+    if _dispatch.interpreted():
+        launch, block_k = Launch(block=32, rows=32), 32
+    else:
+        launch = persistent_tile(rows, cols, multiprocessors, y.element_size())
+        block_k = PERSISTENT_DEPTH
     tiles = cdiv(rows, launch.rows) * cdiv(cols, launch.block)
     # One program per multiprocessor: the stages of large tiles fill its shared memory.
-    grid = (min(tiles, _dispatch.multiprocessors(a.device)),)
+    grid = (min(tiles, multiprocessors),)
     _dispatch.launch(
         persistent_kernel,
         grid,

@@ -154,6 +154,9 @@ def yours(records: Sequence[Record]) -> list[str]:
     return lines
 
 
+NAMED_ROWS = 4  # slower rows that a finding names; the table has all of them
+
+
 def _against_peers(records: Sequence[Record], how: str, ratio: str, clock: str) -> str:
     """Count the rows in which ours is faster and slower than the fastest peer.
 
@@ -165,7 +168,7 @@ def _against_peers(records: Sequence[Record], how: str, ratio: str, clock: str) 
         clock: `time` or `wall`, the clock of this ratio.
     """
     found: dict[str, list[Record]] = {FASTER: [], SLOWER: [], UNCLEAR: []}
-    names = []  # names of the rows in which a peer is faster
+    slower_by = []  # ratio and name of each row in which a peer is faster
     for row, rows in by_row(records).items():
         ours = rows.get("ours")
         peer = fastest_peer(list(rows.values()), clock)
@@ -176,16 +179,17 @@ def _against_peers(records: Sequence[Record], how: str, ratio: str, clock: str) 
         if verdict == SLOWER:
             measured = with_interval(ours, ratio)
             # A row that the host bounds is marked, since a faster kernel would not help it.
-            names.append(
-                f"{' '.join(row)} ({peer.variant}, ours / it {measured}{host_bound(ours)})"
-            )
+            name = f"{' '.join(row)} ({peer.variant}, ours / it {measured}{host_bound(ours)})"
+            slower_by.append((ours.metrics[ratio], name))
     faster, unclear = len(found[FASTER]), found[UNCLEAR]
     compared = faster + len(found[SLOWER]) + len(unclear)
     if not compared:
         return ""
-    slower = f"slower in {len(names)}"
-    if names:
-        slower += f": {', '.join(names)}"
+    slower = f"slower in {len(slower_by)}"
+    if slower_by:
+        worst = [name for _, name in sorted(slower_by, reverse=True)[:NAMED_ROWS]]
+        all_named = len(slower_by) <= NAMED_ROWS
+        slower += f"{':' if all_named else '. Furthest behind:'} {', '.join(worst)}"
     line = f"{how} ours is faster than the fastest peer in {faster} of {compared} rows, {slower}."
     if unclear:
         line += f" In {len(unclear)} this run cannot tell. {why_unclear(unclear, ratio)}"

@@ -226,6 +226,20 @@ def said(*records):
     return verdicts(compare(records))
 
 
+def test_a_verdict_names_only_the_rows_that_are_furthest_behind():
+    records = []
+    for place, ratio in enumerate((1.1, 1.6, 1.2, 1.3, 1.5, 1.4)):
+        for variant, ms in (("ours", ratio), ("liger", 1.0)):
+            row = record(variant, ms, noise_pct=0.1)
+            row.config["label"] = f"f {place}"
+            records.append(row)
+    [line] = said(*records)
+    assert "in 0 of 6 rows, slower in 6. Furthest behind: f 1 fwd (liger, ours / it 1.60" in line
+    places = [line.find(f"f {place} fwd") for place in (1, 4, 5, 3)]
+    assert places == sorted(places) and -1 not in places
+    assert "f 0 fwd" not in line and "f 2 fwd" not in line
+
+
 def test_verdicts_name_the_peer_that_wins():
     exact = {"noise_pct": 1.0}
     counts = "On the device ours is faster than the fastest peer in {} of 1 rows, slower in {}"

@@ -159,6 +159,8 @@ def _matmul() -> None:
     matmul.launch_pointers(f, e(D, 256, dtype=F), None, e(D, 256, dtype=F), "rms_norm", "tf32x3")
     for left, right in ((a, a), (a.T, a), (a, a.T)):
         matmul.launch_persistent(left, right, w, a, "gelu")
+    # The smaller tiles.
+    matmul.launch_persistent(e(512, D), a, None, e(512, D), None)
     matmul.launch_persistent(e(512, 512), e(512, 512), None, e(512, 512), None)
     # The first matmul of a gradient in fp16.
     matmul.launch_persistent(half, half, None, f, None)
