@@ -29,6 +29,7 @@ from pathlib import Path, PurePath
 
 from tabulate import tabulate
 
+from distlab.cli_errors import how_to_continue, results_go_to
 from distlab.compare import FASTER, SLOWER, TIE, SavedRun, compared, machine_moved, other_set_up
 from distlab.options import Parser
 from distlab.report.provenance import commit, git
@@ -241,6 +242,9 @@ def measure(
     Returns:
         1 if a run failed, else 0, and the names of the new records.
     """
+    # The line about a stop by a signal names this folder.
+    results_go_to(ROOT / RUNS / commit)
+    how_to_continue("the same command goes on from there, where its experiment can")
     begin = time.monotonic()
     failed = 0
     renewed = []

@@ -5,7 +5,9 @@ twice.
 import itertools
 import json
 import shlex
+import signal
 import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -56,6 +58,21 @@ def small_manifest(tmp_path, monkeypatch):
     monkeypatch.setattr(
         records, "cases", lambda machine, known=records.cases: known(machine, manifest)
     )
+
+
+# Regression: the line said "nothing was saved" of a run that the same command resumes.
+def test_a_stop_names_the_folder_from_which_the_same_command_goes_on(
+    tmp_path, monkeypatch, capsys, small_manifest
+):
+    monkeypatch.setattr(records, "RUNS", tmp_path / "runs")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path))  # no repository: the commit is the one given
+    made = tmp_path / "runs" / ("a" * 40) / "predict"
+    code = f"import os, signal; os.makedirs({str(made)!r}); os.kill(os.getppid(), signal.SIGTERM)"
+    monkeypatch.setattr(records.Case, "command", lambda case, commit: [sys.executable, "-c", code])
+    command = ["records", "--machine", "here", "--commit", "a" * 40, "--into", str(tmp_path)]
+    assert main(command) == 128 + signal.SIGTERM
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"saved so far in {tmp_path}/runs/{'a' * 40}: predict; the same command goes on" in line
 
 
 def test_a_record_is_measured_once_per_commit_and_within_the_minutes(
