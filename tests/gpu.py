@@ -32,14 +32,8 @@ ALONE = [
     *LARGE,
 ]
 HOPPER = "tests/kernels/test_hopper_attention_gpu.py"
-# 12 processes fit into 80 GB.
-SHARING = [
-    "-m",
-    "gpu and not multigpu",
-    "-n",
-    f"{min(12, os.cpu_count())}",
-    *(f"--deselect={each}" for each in ALONE),
-]
+BYTES_PER_PROCESS = 6.6e9  # 12 processes fit into 80 GB
+MOST_PROCESSES = 20  # on one GPU, where more would only wait for it
 TIMED_ON_SEVERAL = "tests/trace/test_injected_gpu.py"
 SEVERAL = [
     "-m",
@@ -53,13 +47,23 @@ NOTHING_SELECTED = 5
 STUCK = ["-o", "faulthandler_timeout=90"]
 
 
-def lanes(gpus: int) -> list[list[list[str]]]:
-    """Return for each GPU the arguments of pytest's runs on it, one after the other."""
+def lanes(gpus: int, gpu_bytes: int, cores: int) -> list[list[list[str]]]:
+    """Return for each GPU the arguments of pytest's runs on it, one after the other.
+
+    Args:
+        gpus: number of GPUs.
+        gpu_bytes: bytes of memory of one GPU.
+        cores: number of CPU cores, which the GPUs share.
+    """
+    processes = min(MOST_PROCESSES, int(gpu_bytes / BYTES_PER_PROCESS), cores // gpus)
+    sharing = ["-m", "gpu and not multigpu", "-n", f"{max(1, processes)}"]
+    sharing += [f"--deselect={each}" for each in ALONE]
     alone = ["-m", "gpu and not multigpu", *ALONE]
     if gpus == 1:
-        return [[SHARING, alone]]
-    sharing = [SHARING] if gpus < 4 else [[*SHARING, HOPPER], [*SHARING, f"--deselect={HOPPER}"]]
-    return [*([each] for each in sharing), [alone, SEVERAL]]
+        return [[sharing, alone]]
+    if gpus < 4:
+        return [[sharing], [alone, SEVERAL]]
+    return [[[*sharing, HOPPER]], [[*sharing, f"--deselect={HOPPER}"]], [alone, SEVERAL]]
 
 
 def run(arguments: list[str], gpu: int | None) -> tuple[int, Counter[str]]:
@@ -76,7 +80,7 @@ def run(arguments: list[str], gpu: int | None) -> tuple[int, Counter[str]]:
         report = Path(folder) / "report.xml"
         options = [
             "-q",
-            "-rfE",
+            "-rsfE",
             "--durations=9",
             "--dist",
             "worksteal",
@@ -99,7 +103,8 @@ def main(options: list[str]) -> int:
         print("no tests ran: they need an NVIDIA GPU, and torch finds none here")
         return 2
     begin = time.monotonic()
-    planned = lanes(gpus)
+    gpu_bytes = torch.cuda.get_device_properties(0).total_memory
+    planned = lanes(gpus, gpu_bytes, os.cpu_count() or 1)
 
     def run_lane(gpu: int) -> list[tuple[int, Counter[str]]]:
         return [
