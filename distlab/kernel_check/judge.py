@@ -17,8 +17,8 @@ from distlab.kernel_check.guards import NAN, GuardedAllocations
 from distlab.kernel_check.hostile import DTYPES, GUARD, Case, drawn
 from distlab.kernel_check.operations import Operation
 
-# Errors of torch's own operation that a kernel may have. Its order of summation may be better or
-# worse than torch's, and on a GPU exp and division are approximate.
+# Errors of torch's own operation, or of its formula, that a kernel may have. Its order of summation
+# may be better or worse than torch's, and on a GPU exp and division are approximate.
 TIMES_TORCH = 6
 # Times the change of the exact result when each input changes by a rounding of fp32. Kernels
 # compute in fp32, so this much cannot be avoided where the result is sensitive, as with large
@@ -375,7 +375,7 @@ class Expected:
         first, fp32_tables: name of the first argument, and words about rope's tables.
         exact: those of torch in float64.
         near: the same for inputs that differ by a rounding of fp32.
-        usual: those of torch in the dtype of the case.
+        usual: those of torch in the dtype of the case, then those of `Operation.formula`.
         cancelled: size of what the backward subtracts from an equal number, at most, by
             `Operation.cancelling`.
         subtracted: the same by `Operation.subtracted`.
@@ -390,7 +390,11 @@ class Expected:
         self.exact = _reference(operation, case, tensors, torch.float64).to_cpu()
         near = _reference(operation, case, tensors, torch.float64, is_rounded=True)
         self.near = near.to_cpu()
-        self.usual = _reference(operation, case, tensors, self.dtype).to_cpu()
+        usual = [_reference(operation, case, tensors, self.dtype)]
+        if operation.formula is not None:
+            written_out = replace(operation, exact=operation.formula)
+            usual.append(_reference(written_out, case, tensors, self.dtype))
+        self.usual = [each.to_cpu() for each in usual]
         self.cancelled = 0.0
         self.subtracted = 0.0
         self.of_weights = 0.0
@@ -398,7 +402,7 @@ class Expected:
             logit = operation.largest_logit(tensors)
             self.of_weights = torch.finfo(torch.float32).eps * logit
         if case.upstream is not None:
-            upstream = [upstream_of(result, case) for result in self.usual.results]
+            upstream = [upstream_of(result, case) for result in self.usual[0].results]
             self.cancelled = operation.cancelling * max(map(_largest, upstream))
             if operation.subtracted is not None:
                 (result,) = self.exact.results
@@ -435,7 +439,7 @@ class Expected:
                 result,
                 self.exact.results[number],
                 self.near.results[number],
-                self.usual.results[number],
+                [usual.results[number] for usual in self.usual],
                 self.dtype,
                 of_all=self.of_weights * _largest(self.exact.results[number]),
             )
@@ -452,7 +456,7 @@ class Expected:
                 gradient,
                 self.exact.gradients[name],
                 self.near.gradients[name],
-                self.usual.gradients[name],
+                [usual.gradients[name] for usual in self.usual],
                 self.dtype,
                 of_all=of_largest + of_upstream,
             )
@@ -512,7 +516,7 @@ def _compare(
     actual: Tensor,
     exact: Tensor,
     near: Tensor,
-    usual: Tensor,
+    usual: Sequence[Tensor],
     dtype: torch.dtype,
     of_all: float,
 ) -> None:
@@ -520,7 +524,7 @@ def _compare(
 
     Args:
         near: the exact result of inputs that differ by a rounding.
-        usual: torch's own result in the dtype of the case.
+        usual: torch's own result in the dtype of the case, and others that are as right.
         of_all: error that is allowed in addition.
 
     Raises:
@@ -532,7 +536,8 @@ def _compare(
     # Where the exact result is not a number, any value is accepted. Where it does not fit the
     # dtype, or torch's own sum overflows on its way, so is infinity.
     fits = exact.isfinite() & (exact.abs() <= torch.finfo(dtype).max)
-    fits &= ~(usual.isinf() & mine.isinf()) & ~(usual.isnan() & ~mine.isfinite())
+    own = usual[0]
+    fits &= ~(own.isinf() & mine.isinf()) & ~(own.isnan() & ~mine.isfinite())
     infinite = exact.isinf()
     if not torch.equal(mine[infinite], exact[infinite]):
         raise Wrong(name, f"{name} is finite where it must be infinite")
@@ -543,13 +548,13 @@ def _compare(
         if wrong:
             detail = f"{name}: {wrong} of {mine.numel()} elements are {word}"
             raise Wrong(f"{name} is {word}", detail)
-    usual_error = _largest((usual.double() - exact).abs()[fits])
+    usual_errors = [_largest((each.double() - exact).abs()[fits]) for each in usual]
     condition_error = _largest((near - exact).abs()[fits])
     eps = torch.finfo(dtype).eps
     largest = exact[fits].abs().max()
     # For each element the sum of what each source of rounding may contribute.
     allowed = (
-        TIMES_TORCH * usual_error
+        TIMES_TORCH * max(usual_errors)
         + TIMES_CONDITION * condition_error
         + ROUNDINGS[dtype] * eps * exact.abs()
         + OF_LARGEST * eps * largest
@@ -565,7 +570,7 @@ def _compare(
         raise Wrong(
             name,
             f"{name}: {int(too_large.sum())} of {mine.numel()} elements are wrong. At {place} it "
-            f"is {found}, and exact is {wanted} (torch's own error: {usual_error:.1e})",
+            f"is {found}, and exact is {wanted} (torch's own error: {usual_errors[0]:.1e})",
         )
 
 

@@ -73,6 +73,9 @@ class Operation:
         about: what it returns.
         arguments: tensors that it takes, in order.
         exact: function of the tensors in torch. It runs in float64 and in the dtype of the case.
+        formula: the operation written out, as a textbook's kernel computes it, where torch's own
+            rounds less. LayerNorm rounds its mean. That moves a whole row, and two elements of a
+            row that are nearly equal get a gradient that is all rounding.
         sizes: name of a size → candidates. The first combination of small ones is the plain case.
         values: kinds of values, see `hostile._values`.
         is_valid: function that says whether sizes go together.
@@ -101,6 +104,7 @@ class Operation:
     is_valid: Callable[[Sizes], bool] = lambda sizes: True
     rows: str = "N"
     cancelling: float = 0.0
+    formula: Callable[..., Result] | None = None
     largest_logit: Callable[[Sequence[Tensor]], float] | None = None
     subtracted: Callable[[Sequence[Tensor], Tensor, Tensor], float] | None = None
     options: tuple[tuple[str, Any], ...] = ()
@@ -254,6 +258,7 @@ OPERATIONS: dict[str, Operation] = {
             about="LayerNorm with eps 1e-5",
             arguments=(X, WEIGHT, Argument("bias", ("D",), "small")),
             exact=_layer_norm,
+            formula=reference.layer_norm,
             sizes=ROW_SIZES,
         ),
         Operation(
