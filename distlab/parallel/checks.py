@@ -539,8 +539,7 @@ def check_stand_ins(named: Named, is_edited: Callable[[nn.Parameter], bool]) -> 
 def find_edited(named: Iterable[tuple[str, Tensor]]) -> str | None:
     """Return the name of a parameter whose gradient was changed or replaced since finish, or None.
 
-    torch counts a tensor's in-place changes in its `_version`. Finish writes the count that each
-    gradient has then to its `finished_version`, so that a later change is seen without reading
+    torch counts a tensor's in-place changes in its `_version`, so a change is seen without reading
     memory. A gradient that was dropped (set to None) does not count.
     """
     for name, parameter in named:
@@ -550,6 +549,13 @@ def find_edited(named: Iterable[tuple[str, Tensor]]) -> str | None:
         if getattr(gradient, "finished_version", None) != gradient._version:
             return name
     return None
+
+
+def mark_finished(named: Named) -> None:
+    """Note the gradients as they are now, so that `find_edited` sees later changes."""
+    for _, parameter in named:
+        if parameter.grad is not None:
+            parameter.grad.finished_version = parameter.grad._version
 
 
 # -- step: when any optimizer steps ----------------------------------------------------------------
@@ -567,20 +573,27 @@ _watched: "weakref.WeakKeyDictionary[nn.Module, _Watched]" = weakref.WeakKeyDict
 _uninstall: list[Callable[[], None]] = []  # empty while nothing is installed
 
 
-def watch(wrapper: nn.Module, named: Named) -> None:
-    """Call `wrapper.check_step(optimizer)` before any optimizer that holds one of these steps.
+def watch(wrapper: nn.Module) -> set[int]:
+    """Call `wrapper.check_step(optimizer)` before any optimizer of its parameters steps.
+
+    The parameters are those of `wrapper.named`.
 
     The first wrapper installs the hooks in torch, and the last one that is closed or dropped
     removes them.
+
+    Returns:
+        Ids of the parameters.
     """
     if not _uninstall:
         _install()
-    loads = check_loads(wrapper.module, named)
+    loads = check_loads(wrapper.module, wrapper.named)
     stop = weakref.finalize(
         wrapper, _stop, loads
     )  # also for a wrapper that is dropped and not closed
     stop.atexit = False
-    _watched[wrapper] = _Watched({id(parameter) for _, parameter in named}, stop)
+    ids = {id(parameter) for _, parameter in wrapper.named}
+    _watched[wrapper] = _Watched(ids, stop)
+    return ids
 
 
 def release(wrapper: nn.Module) -> None:

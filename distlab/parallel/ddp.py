@@ -21,7 +21,6 @@ import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -143,10 +142,8 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         self._used: UsedFlags | None = self._separate_flags()
         # The mean of each gradient, until finish; also of those that this rank does not have.
         self._means: dict[int, Tensor] = {}
-        self._editing = False  # inside elementwise_gradient_edits()
         self._zero: weakref.ref[Optimizer] | None = None  # set by `BucketedDDP.shard_for`
-        self._trained_ids = {id(parameter) for parameter in self.trainable}
-        checks.watch(self, self.named)
+        self._trained_ids = checks.watch(self)
         # Hooks hold the wrapper weakly, so that dropping the wrapper ends its communication.
         reference = weakref.ref(self)
         self._handles = []
@@ -315,10 +312,7 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
 
     def _end_step(self) -> None:
         step = self.step
-        for parameter in self.trainable:
-            if parameter.grad is not None:
-                # A later change is an edit, see `checks.find_edited`.
-                parameter.grad.finished_version = parameter.grad._version
+        checks.mark_finished(self.named)
         step.phase, step.sent_early = Phase.IDLE, False
         step.ready.clear()
         step.accumulated.clear()
@@ -341,10 +335,6 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
             checks.check_optimizer_of_parts(optimizer, self._zero())
             if not self._editing:
                 checks.check_parts_unedited(self.named)
-
-    def check_gradients(self) -> None:
-        """Raise RuntimeError if `.grad` is not what the last synchronization left."""
-        self.check_step()
 
     # -- messages ----------------------------------------------------------------------------------
 
@@ -411,33 +401,7 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
 
     # -- the rest of the interface -----------------------------------------------------------------
 
-    @contextmanager
-    def elementwise_gradient_edits(self) -> Iterator[None]:
-        """Return a context in which gradients may be changed, each element by itself.
-
-        Use it after `finish_gradient_synchronization()`, on every rank with the same changes:
-        `torch.nn.utils.clip_grad_value_`, a factor. Where a rank has the mean of a part only, the
-        optimizer's next step raises for edits outside of it, because most edits compute something
-        of all elements, such as a norm.
-
-        Raises:
-            RuntimeError: gradients that are not synchronized, or have been edited already.
-        """
-        self.check_step()
-        if self.shards_gradients:
-            for parameter in self.trainable:
-                if parameter.grad is not None:
-                    parameter.grad.finished_version = None  # if the block raises, it is half edited
-        self._editing = True
-        try:
-            yield
-        finally:
-            self._editing = False
-        if self.shards_gradients:
-            self._take_edited()
-
     def _take_edited(self) -> None:
-        """Take sharded gradients as they are now for the means."""
         self._end_step()
 
     def shards(self) -> list[Shard]:

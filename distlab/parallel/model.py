@@ -14,9 +14,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 
 from distlab.comm import collectives
 from distlab.comm.agreement import agree_on_call
+from distlab.parallel import checks
 from distlab.parallel.shard import Cut, Loader, Shard, local_part, plain_name, whole
 
 
@@ -31,6 +33,7 @@ class ParallelModel(nn.Module, ABC):
 
     Attributes:
         module: the wrapped module.
+        named: trainable parameters with names; empty where nothing checks their gradients.
         process_group: the ranks; None without communication.
         device: device of the parameters.
         compute_dtype: dtype in which forward computes; None for the parameters' own.
@@ -49,6 +52,7 @@ class ParallelModel(nn.Module, ABC):
     """
 
     module: nn.Module
+    named: checks.Named = ()
     process_group: ProcessGroup | None
     device: torch.device
     compute_dtype: torch.dtype | None = None
@@ -61,6 +65,7 @@ class ParallelModel(nn.Module, ABC):
     cuts: Mapping[str, Cut] = {}
     pipeline: RunsStages | None = None
     _accumulates = False  # True inside no_sync()
+    _editing = False  # True inside elementwise_gradient_edits()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module; any arguments, any result."""
@@ -104,15 +109,41 @@ class ParallelModel(nn.Module, ABC):
         Call it on every rank after backward, before the step.
         """
 
-    def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
-        """Return a context in which gradients may be edited element by element.
+    @contextmanager
+    def elementwise_gradient_edits(self) -> Iterator[None]:
+        """Return a context in which gradients may be changed, each element by itself.
 
-        Use it between finish and step. Sharded strategies need it.
+        Use it after `finish_gradient_synchronization()`, on every rank with the same changes:
+        `torch.nn.utils.clip_grad_value_`, a factor. Where a rank has the mean of a part only, the
+        optimizer's next step raises for edits outside of it, because most edits compute something
+        of all elements, such as a norm.
+
+        Raises:
+            RuntimeError: gradients that are not synchronized, or have been edited already.
         """
-        return nullcontext()
+        self.check_step()
+        if self.shards_gradients:
+            for _, parameter in self.named:
+                if parameter.grad is not None:
+                    parameter.grad.finished_version = None  # if the block raises, it is half edited
+        self._editing = True
+        try:
+            yield
+        finally:
+            self._editing = False
+        if self.shards_gradients:
+            self._take_edited()
 
-    def check_gradients(self) -> None:
-        """Raise RuntimeError if `.grad` is not what `finish_gradient_synchronization()` left."""
+    def _take_edited(self) -> None:
+        """Take sharded gradients as they are now for the means."""
+        checks.mark_finished(self.named)
+
+    def check_step(self, optimizer: Optimizer | None = None) -> None:
+        """Raise RuntimeError if `.grad` is not what `finish_gradient_synchronization()` left.
+
+        Args:
+            optimizer: optimizer that is about to step.
+        """
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
@@ -158,7 +189,7 @@ class ParallelModel(nn.Module, ABC):
         Raises:
             RuntimeError: gradients that are not synchronized.
         """
-        self.check_gradients()
+        self.check_step()
         found = Gradients(sharded=[], replicated=[], cut_and_sharded=[], cut=[])
         for shard in self.shards():
             if shard.tensor.grad is None:

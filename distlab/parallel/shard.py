@@ -262,6 +262,22 @@ def whole_shape(parameter: Tensor) -> torch.Size:
     return parameter.shape if spread is None else spread.like.shape
 
 
+def part_of_whole(whole: Tensor, shard: Tensor) -> Tensor:
+    """Return the elements of a whole tensor that belong to a shard, laid out like the shard.
+
+    A view of `whole`, if that is laid out like the whole parameter.
+
+    Args:
+        whole: values for the whole parameter, such as its state, of its shape.
+        shard: tensor that the optimizer steps, with its attribute `spread`.
+    """
+    spread = shard.spread
+    first = sum(spread.counts[: spread.group.rank()])
+    # Shards follow one another in the order of the parameter's memory.
+    flat = whole.permute(memory_order(spread.like)).contiguous().view(-1)
+    return view_like(flat[first : first + shard.numel()], shard)
+
+
 # -- the plan of a flat buffer --------------------------------------------------------------------
 
 
@@ -320,12 +336,13 @@ class FlatLayout:
         last = min(max(start + self.slice_numel, first), numel)
         return first, last
 
-    def place(self, index: int, rank: int) -> int:
-        """Return the position of that shard in the slice of `rank`. 0 for an empty shard."""
+    def place(self, index: int, rank: int) -> slice:
+        """Return the place of that shard in the slice of `rank`. That of an empty one is `0:0`."""
         first, last = self.shard_range(index, rank)
         if first == last:
-            return 0
-        return self.offsets[index] + first - rank * self.slice_numel
+            return slice(0, 0)
+        start = self.offsets[index] + first - rank * self.slice_numel
+        return slice(start, start + last - first)
 
     def spread(self, index: int, parameter: Tensor, group: ProcessGroup) -> Spread:
         """Return how the ranks of `group`, which own the slices, share parameter `index`."""
@@ -350,3 +367,9 @@ def view_like(flat: Tensor, parameter: Tensor) -> Tensor:
     """
     dense = torch.empty_like(parameter, device="meta")
     return flat.as_strided(dense.shape, dense.stride())
+
+
+def memory_order(parameter: Tensor) -> tuple[int, ...]:
+    """Return the dimensions of `view_like(flat, parameter)`, from the outermost stride inwards."""
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return tuple(sorted(range(len(strides)), key=lambda dimension: -strides[dimension]))

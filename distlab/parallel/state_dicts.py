@@ -29,9 +29,9 @@ from distlab.parallel.shard import (
     NOTED_RANK,
     Cut,
     Loader,
+    part_of_whole,
     plain_name,
     spread_of,
-    view_like,
     whole_shape,
 )
 from distlab.parallel.tensor_parallel import gather_cuts
@@ -266,7 +266,7 @@ def own_part(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]
     for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
         for number, parameter in zip(saved["params"], group["params"], strict=False):
             if number in state and spread_of(parameter) is not None:
-                state[number] = _own_state(state[number], parameter, number)
+                state[number] = own_state(state[number], parameter, f"parameter {number}")
     groups = []
     for saved in state_dict["param_groups"]:
         groups.append({key: value for key, value in saved.items() if key != NOTED_RANK})
@@ -297,7 +297,7 @@ def take_parts(optimizer: Optimizer) -> None:
         for number, parameter in enumerate(group["params"]):
             if parameter in optimizer.state and spread_of(parameter) is not None:
                 state = optimizer.state[parameter]
-                state.update(_own_state(state, parameter, number))
+                state.update(own_state(state, parameter, f"parameter {number}"))
 
 
 def refuse_shards(state_dict: dict[str, Any]) -> None:
@@ -329,17 +329,20 @@ def refuse_other_shapes(state: dict[str, Any], name: str, parameter: Tensor) -> 
             )
 
 
-def _own_state(state: Mapping[str, Any], parameter: Tensor, number: int) -> dict[str, Any]:
+def own_state(state: Mapping[str, Any], parameter: Tensor, name: str) -> dict[str, Any]:
     """Return this rank's part of the state of one parameter.
 
     Args:
         state: state of the shard, or of the whole parameter.
         parameter: tensor that the optimizer steps, this rank's shard.
-        number: index of the parameter in the optimizer, for error messages.
+        name: name of the parameter, for error messages.
+
+    Raises:
+        ValueError: a shape that is neither the shard's nor the whole parameter's.
     """
     own = {}
-    for name, value in state.items():
-        own[name] = _part_of(value, parameter, f"{name} of parameter {number}")
+    for key, value in state.items():
+        own[key] = _part_of(value, parameter, f"{key} of {name}")
     return own
 
 
@@ -348,20 +351,12 @@ def _part_of(value: Any, parameter: Tensor, what: str) -> Any:
 
     A value that does not have one number per element is returned as it is.
     """
-    if not isinstance(value, Tensor) or value.ndim == 0 or value.shape == parameter.shape:
+    if not isinstance(value, Tensor) or value.ndim == 0:
         return value
-    spread = spread_of(parameter)
     shape = whole_shape(parameter)
     if value.shape == shape:
-        rank = spread.group.rank()
-        first = sum(spread.counts[:rank])
-        # Shards follow one another in the order of the parameter's memory, so write the whole state
-        # in that order and take this rank's range.
-        flat = value.new_empty(value.numel())
-        view_like(flat, spread.like).copy_(value)
-        own = flat[first : first + parameter.numel()].clone()
-        return view_like(own, parameter)
-    if value.numel() == 1:
+        return part_of_whole(value, parameter).clone()
+    if value.shape == parameter.shape or value.numel() == 1:
         return value
     raise ValueError(
         f"this optimizer state has {what} in shape {tuple(value.shape)}. The parameter has shape "

@@ -55,7 +55,7 @@ from distlab.parallel.bucketed import AllReduce, BucketedDDP, GradientBucket, Pl
 from distlab.parallel.ddp import send_unfinished
 from distlab.parallel.local_optimizer import LocalOptimizer, Params, load_shards, options_of, to_cpu
 from distlab.parallel.shard import Shard, plain_name, view_like
-from distlab.parallel.state_dicts import refuse_other_shapes, refuse_shards
+from distlab.parallel.state_dicts import own_state, refuse_other_shapes, refuse_shards
 
 
 class ZeroOptimizer(LocalOptimizer):
@@ -225,9 +225,7 @@ class ZeroOptimizer(LocalOptimizer):
             if name in state_of:
                 refuse_other_shapes(state_of[name], name, parameter)
                 tensor = self._slices.shard_of[parameter].tensor
-                start = self._slices.starts[parameter]
-                part = slice(start, start + tensor.numel())
-                state[tensor] = _cut(state_of[name], parameter, part)
+                state[tensor] = own_state(state_of[name], tensor, f"'{name}'")
         load_shards(self, saved, state)
 
     def shards(self, held: Iterable[Shard]) -> list[Shard]:
@@ -434,9 +432,7 @@ class ReduceScatterAndFree(ReduceScatter):
         rank = self._group.rank()
         for position, parameter in enumerate(bucket.parameters):
             if parameter not in self._kept:
-                start, stop = bucket.plan.shard_range(position, rank)
-                first = bucket.plan.place(position, rank)
-                mean[first : first + stop - start].zero_()
+                mean[bucket.plan.place(position, rank)].zero_()
         mean += arrived
 
     def end_step(self) -> None:
@@ -501,7 +497,6 @@ class Slices(Placement):
         shard_of: this rank's shard of each parameter: 1-D (0-D of a scalar, as its optimizer's
             state must be), a view of the flat buffer, perhaps empty, and a parameter to the
             optimizer.
-        starts: first element of each parameter's shard, in the order of the parameter's memory.
     """
 
     def __init__(self, ddp: BucketedDDP, overlap: bool):
@@ -509,7 +504,6 @@ class Slices(Placement):
         self._in_place = collectives.shards_in_place(ddp.device, self._group)
         self._exchange: ReduceScatter = ddp.exchange
         self.shard_of: dict[nn.Parameter, Shard] = {}
-        self.starts: dict[nn.Parameter, int] = {}
         # The shards that get a gradient, by bucket, and the slice of the mean of which their
         # gradients are views now.
         self._parts: dict[GradientBucket, list[_Part]] = {bucket: [] for bucket in ddp.buckets}
@@ -538,32 +532,30 @@ class Slices(Placement):
         Returns:
             The buffer, and this rank's slice of it.
         """
-        plan, rank = bucket.plan, self._group.rank()
+        plan = bucket.plan
         device = bucket.parameters[0].device
         flat = torch.zeros(plan.numel, dtype=plan.dtype, device=device)
+        own = flat[plan.slice_of(self._group.rank())]
         for position, view in enumerate(plan.views(flat, bucket.parameters)):
             parameter = bucket.parameters[position]
             parameter.data = view.copy_(parameter)
-            self._note_shard(bucket, position, flat, names[parameter], rank)
-        return flat, flat[plan.slice_of(rank)]
+            self._note_shard(bucket, position, own, names[parameter])
+        return flat, own
 
-    def _note_shard(
-        self, bucket: GradientBucket, position: int, flat: Tensor, name: str, rank: int
-    ) -> None:
+    def _note_shard(self, bucket: GradientBucket, position: int, own: Tensor, name: str) -> None:
         plan, parameter = bucket.plan, bucket.parameters[position]
+        rank = self._group.rank()
         start, stop = plan.shard_range(position, rank)
-        here = slice(plan.offsets[position] + start, plan.offsets[position] + stop)
-        shape = parameter.shape if parameter.ndim == 0 and start < stop else (-1,)
-        value = nn.Parameter(flat[here].view(shape))
+        place = plan.place(position, rank)
+        if parameter.ndim == 0 and start < stop:
+            # The number of an element gives the view of a scalar, a slice that of a vector.
+            place = place.start
+        value = nn.Parameter(own[place])
         value.spread = plan.spread(position, parameter, self._group)
         # Muon also asks for the matrices of other ranks. A parameter without elements has a step to
         # count.
         if start < stop or parameter.ndim == 2 or parameter.numel() == 0:
-            first = plan.place(position, rank)
-            # The number of an element gives the view of a scalar, a slice that of a vector.
-            place = first if value.ndim == 0 else slice(first, first + stop - start)
             self._parts[bucket].append(_Part(parameter, value, place))
-        self.starts[parameter] = start
         first = start if parameter.is_contiguous() else None
         self.shard_of[parameter] = Shard(name, parameter.shape, first, value)
 
@@ -784,18 +776,3 @@ def _join(parts: list[dict[str, Any]], parameter: nn.Parameter) -> dict[str, Any
             value = view_like(torch.cat([state[key] for state in parts]), parameter)
         joined[key] = value
     return joined
-
-
-def _cut(state: dict[str, Any], parameter: nn.Parameter, part: slice) -> dict[str, Any]:
-    """Return a shard's part of a whole parameter's state.
-
-    A value that is not one number per element is kept as it is.
-    """
-    found = {}
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.ndim > 0 and value.numel() == parameter.numel():
-            in_memory = value.new_empty(value.numel())
-            view_like(in_memory, parameter).copy_(value.view(parameter.shape))
-            value = in_memory[part]
-        found[key] = value
-    return found

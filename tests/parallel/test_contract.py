@@ -30,6 +30,7 @@ from distlab.parallel import (
     OverlapDDP,
     registry,
 )
+from distlab.parallel.shard import view_like
 from distlab.testing import run_ranks
 from tests.commands import ROOT
 from tests.parallel.cases import CASES, Reference, build
@@ -101,14 +102,17 @@ def full_gradients(wrapper, context):
     found = {entry.name: master.grad for entry, master in wrapper._replicated.masters}
     for param in wrapper.flat_params:
         for index, entry in enumerate(param.entries):
-            gradient = param.shards[index].grad
-            mine = None if gradient is None else entry.flatten(gradient).cpu()
+            shard = param.shards[index]
+            mine = None
+            if shard.grad is not None:
+                mine = shard.grad.permute(entry.memory_order).reshape(-1).cpu()
             parts = collectives.gather_objects(mine, param.group)
             missing = [part is None for part in parts]
             assert all(missing) or not any(missing), entry.name
-            found[entry.name] = (
-                None if missing[0] else entry.unflatten(torch.cat(parts)).to(context.device)
-            )
+            found[entry.name] = None
+            if not missing[0]:
+                whole = torch.cat(parts).to(context.device)
+                found[entry.name] = view_like(whole, shard.spread.like)
     return {name: found[name] for name in names}
 
 

@@ -25,7 +25,6 @@ Zhao et al. 2023 (PyTorch FSDP) describe the flat layout and these steps. Rajbha
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -163,7 +162,7 @@ class FSDP(checks.StaysAsWrapped, ParallelModel):
             if parameter.requires_grad:
                 kind = self._sharded if parameter.ndim >= 2 else self._vectors
                 kind.append((name, parameter))
-        self._trained_ids = {id(parameter) for _, parameter in (*self._sharded, *self._vectors)}
+        self.named = [*self._sharded, *self._vectors]
         self._owned = []
         for entry in entries:
             for owner, attribute in entry.owners:
@@ -180,14 +179,13 @@ class FSDP(checks.StaysAsWrapped, ParallelModel):
             self._units,
             casts,
             self._sharded,
-            self._vectors,
+            self.named,
             self.process_group,
             type(module).__name__,
             keep_gathered,
             on_mesh=mesh is not None,
         )
         self.step: Step = self._runtime.step  # print it to see where the step is
-        self._editing = False  # inside elementwise_gradient_edits()
         # Hooks of every optimizer that steps the shards.
         self._of_optimizers: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]]
         self._of_optimizers = weakref.WeakKeyDictionary()
@@ -195,7 +193,7 @@ class FSDP(checks.StaysAsWrapped, ParallelModel):
             owner for entry, _, _ in self._every_shard() for owner, _ in entry.owners
         }
         self._handles = checks.refuse_state_dicts(module, owners_of_shards)
-        checks.watch(self, [*self._sharded, *self._vectors])
+        self._trained_ids = checks.watch(self)
 
     def _every_shard(self) -> Iterator[tuple[Entry, FlatParam, int]]:
         """Yield every sharded parameter, its flat buffer, and its position there."""
@@ -265,16 +263,16 @@ class FSDP(checks.StaysAsWrapped, ParallelModel):
         checks.check_no_hooks([*self._sharded, *self._replicated.cast])
         backward_has_run = step.has_unfinished
         if backward_has_run:
-            checks.check_kept_unedited([*self._sharded, *self._vectors])
+            checks.check_kept_unedited(self.named)
         send_unfinished(self.process_group)
         self._runtime.finish()
         if self._replicated.trainable:
             self._replicated.average()
         if backward_has_run:
-            self._runtime.mark_gradients()
+            checks.mark_finished(self.named)
         else:
             # The shards' gradients are those of before, and an edit of them still is one.
-            _mark(self._vectors)
+            checks.mark_finished(self._vectors)
         step.phase, step.accumulated = Phase.IDLE, False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -284,11 +282,7 @@ class FSDP(checks.StaysAsWrapped, ParallelModel):
         for param in self.flat_params:
             param.drop_gradients()
         self._runtime.forget_backward()
-        self._runtime.mark_gradients()
-
-    def check_gradients(self) -> None:
-        """Raise RuntimeError if `.grad` is not what the last synchronization left."""
-        self.check_step()
+        checks.mark_finished(self.named)
 
     def check_step(self, optimizer: Optimizer | None = None) -> None:
         """Check the gradients before they are used.
@@ -308,7 +302,7 @@ class FSDP(checks.StaysAsWrapped, ParallelModel):
         reached_vectors = only_vectors and checks.find_edited(self._vectors) is not None
         checks.check_shards_finished(step.has_unfinished or reached_vectors)
         if not self._editing:
-            checks.check_shards_unedited([*self._sharded, *self._vectors])
+            checks.check_shards_unedited(self.named)
         if optimizer is not None:
             checks.check_optimizer_of_rows(optimizer)
             self._follow(optimizer)
@@ -329,30 +323,8 @@ class FSDP(checks.StaysAsWrapped, ParallelModel):
             optimizer.register_step_post_hook(partial(_after_step, reference)),
         ]
 
-    @contextmanager
-    def elementwise_gradient_edits(self) -> Iterator[None]:
-        """Return a context in which gradients may be changed, each element by itself.
-
-        Use it after `finish_gradient_synchronization()`, on every rank with the same changes:
-        `torch.nn.utils.clip_grad_value_`, a factor. The optimizer's next step raises for edits
-        outside of it, because most edits compute something of all elements, such as a norm.
-
-        Raises:
-            RuntimeError: gradients that are not synchronized, or have been edited already.
-        """
-        self.check_step()
-        for _, parameter in (*self._sharded, *self._vectors):
-            if parameter.grad is not None:
-                parameter.grad.finished_version = None  # if the block raises, it is half edited
-        self._editing = True
-        try:
-            yield
-        finally:
-            self._editing = False
-        self._runtime.mark_gradients()
-
     def _note_scaled(self) -> None:
-        self._runtime.mark_gradients()
+        checks.mark_finished(self.named)
 
     # -- parameters --------------------------------------------------------------------------------
 
@@ -491,12 +463,6 @@ class FSDP(checks.StaysAsWrapped, ParallelModel):
             entry.register(nn.Parameter(full[entry.name], trained), made_by_fsdp=False)
 
 
-def _mark(named: checks.Named) -> None:
-    for _, parameter in named:
-        if parameter.grad is not None:
-            parameter.grad.finished_version = parameter.grad._version
-
-
 @torch._disable_dynamo
 def _before_step(
     reference: "weakref.ref[FSDP]", optimizer: Optimizer, args: Any, kwargs: Any
@@ -516,4 +482,4 @@ def _after_step(
     if fsdp is None:
         return
     checks.check_shards_finished(fsdp.step.has_unfinished)  # after a closure's backward
-    fsdp._runtime.mark_gradients()
+    checks.mark_finished(fsdp.named)

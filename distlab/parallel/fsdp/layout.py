@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from distlab.parallel.shard import FlatLayout
+from distlab.parallel.shard import FlatLayout, memory_order
 
 # Elements that every parameter's offset is a multiple of: 16 bytes in a 2-byte dtype, the alignment
 # that matmul kernels need of an operand's address.
@@ -85,8 +85,7 @@ class Entry:
 
         So a transposed weight stays transposed in the flat buffer.
         """
-        strides = self.parameter.stride()
-        return tuple(sorted(range(len(strides)), key=lambda dimension: -strides[dimension]))
+        return memory_order(self.parameter)
 
     @cached_property
     def _inverse_order(self) -> tuple[int, ...]:
@@ -97,21 +96,6 @@ class Entry:
     def sizes(self) -> Sizes:
         """Return the sizes of the dimensions in memory order."""
         return tuple(self.parameter.shape[dimension] for dimension in self.memory_order)
-
-    def flatten(self, tensor: Tensor) -> Tensor:
-        """Return the elements `(n,)`, in memory order, of a tensor with the parameter's dimensions.
-
-        It may be whole or a shard.
-        """
-        return tensor.permute(self.memory_order).reshape(-1)
-
-    def unflatten(self, flat: Tensor, sizes: Sizes | None = None) -> Tensor:
-        """View elements `(n,)` in memory order with the parameter's dimensions.
-
-        Args:
-            sizes: sizes of a shard's dimensions in memory order. Default: the whole parameter's.
-        """
-        return flat.view(self.sizes if sizes is None else sizes).permute(self._inverse_order)
 
     def place_of(self, sizes: Sizes, offset: int) -> Place:
         """Return the view in a flat buffer of a tensor with the parameter's dimensions.

@@ -81,7 +81,8 @@ class Runtime:
     Args:
         units: the units in registration order.
         casts: dtypes of modules' inputs and outputs under `compute_dtype`.
-        sharded, replicated: parameters that the optimizer steps, with names.
+        sharded: the shards that the optimizer steps, with names.
+        named: all parameters that the optimizer steps, with names.
         group: all ranks.
         name: name of the wrapped module's class, for messages.
         keep: True if parameters that a forward with gradients has gathered stay until `finish()`.
@@ -99,7 +100,7 @@ class Runtime:
         units: Sequence[Unit],
         casts: Mapping[nn.Module, Casts],
         sharded: checks.Named,
-        replicated: checks.Named,
+        named: checks.Named,
         group: ProcessGroup,
         name: str,
         keep: bool,
@@ -108,7 +109,7 @@ class Runtime:
         self.units = units
         self.step = Step(Phase.IDLE, accumulated=False, task=None, arrived=False, reached=[])
         self.accumulates, self.stage = False, 0
-        self._sharded, self._replicated = sharded, replicated
+        self._sharded, self._named = sharded, named
         self._keep, self._keeping = keep, False
         self._on_mesh = on_mesh
         self._group = group
@@ -361,7 +362,7 @@ class Runtime:
                 self._post_backward(unit)
         # Nothing is left to hide them behind, and zero_grad() must find them.
         self.wait_for_gradients()
-        self.mark_gradients()
+        checks.mark_finished(self._named)
         self.step.task = None
         if self.step.phase is Phase.BACKWARD:
             self.step.phase = Phase.ENDED
@@ -386,12 +387,6 @@ class Runtime:
             self.step.reached.clear()
         if sends:
             self._in_flight = unit
-
-    def mark_gradients(self) -> None:
-        """Note the gradients as they are now, so that `checks.find_edited` sees later changes."""
-        for _, parameter in (*self._sharded, *self._replicated):
-            if parameter.grad is not None:
-                parameter.grad.finished_version = parameter.grad._version
 
     def wait_for_gradients(self) -> None:
         """Wait until everything that was sent is in `.grad`."""

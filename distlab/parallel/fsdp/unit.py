@@ -35,6 +35,7 @@ from distlab.comm.subgroups import MeshGroups
 from distlab.parallel.bucketed import GradientBucket
 from distlab.parallel.buckets import plan_of
 from distlab.parallel.fsdp.layout import Entry, RowLayout, UnitPlan, plan_buffers
+from distlab.parallel.shard import part_of_whole
 
 
 class State(Enum):
@@ -191,8 +192,8 @@ class FlatParam:
         for index, entry in enumerate(entries):
             self._places_in_buffer.append(entry.place_of(entry.sizes, layout.offsets[index]))
             shard_sizes = layout.shard_sizes(index, self.rank)
-            offset_in_slice = layout.place(index, self.rank)
-            self._places_in_slice.append(entry.place_of(shard_sizes, offset_in_slice))
+            in_slice = layout.place(index, self.rank)
+            self._places_in_slice.append(entry.place_of(shard_sizes, in_slice.start))
 
         self.trainable = entries[0].parameter.requires_grad
         self.master = torch.zeros(layout.slice_numel, dtype=entries[0].master_dtype, device=device)
@@ -236,9 +237,8 @@ class FlatParam:
     @torch.no_grad()
     def load(self, index: int, full: Tensor) -> None:
         """Overwrite this rank's shard of parameter `index` by its rows of the whole `full`."""
-        first, last = self.layout.shard_range(index, self.rank)
-        entry, sizes = self.entries[index], self.layout.shard_sizes(index, self.rank)
-        self.shards[index].copy_(entry.unflatten(entry.flatten(full)[first:last], sizes))
+        shard = self.shards[index]
+        shard.copy_(part_of_whole(full, shard))
 
     @torch.no_grad()
     def gather_masters(self) -> list[Tensor]:
