@@ -44,11 +44,17 @@ def textbook_layer_norm(x, weight, bias):
     return (centred * scale * weight.float() + bias.float()).to(x.dtype)
 
 
-# Regression: torch's own LayerNorm happens to round little on these inputs, two nearly equal
-# elements of a row (seed 7) and a mean of 1,000 (seed 86). The textbook's gradient was called wrong.
-@pytest.mark.parametrize("seed", [7, 86])
-def test_a_textbook_layer_norm_is_right(seed):
-    report = check_kernel(textbook_layer_norm, "layer_norm", seed=seed, device="cpu")
+# Regression: on some inputs torch's own LayerNorm happens to round little, as here on all of them. The
+# textbook's gradient was then called wrong: where two elements of a row are nearly equal, it is all
+# rounding.
+def test_a_textbook_layer_norm_is_right_where_torchs_own_rounds_little(monkeypatch):
+    operation = OPERATIONS["layer_norm"]
+
+    def rounds_once(x, weight, bias):
+        return operation.exact(x.double(), weight.double(), bias.double()).to(x.dtype)
+
+    monkeypatch.setitem(OPERATIONS, "layer_norm", replace(operation, exact=rounds_once))
+    report = check_kernel(textbook_layer_norm, "layer_norm", device="cpu")
     assert report.is_right, report
 
 
