@@ -44,9 +44,9 @@ def textbook_layer_norm(x, weight, bias):
     return (centred * scale * weight.float() + bias.float()).to(x.dtype)
 
 
-# Regression: on some inputs torch's own LayerNorm happens to round little, as here on all of them. The
-# textbook's gradient was then called wrong: where two elements of a row are nearly equal, it is all
-# rounding.
+# Regression: on some inputs torch's own LayerNorm happens to round little, as here on all of them.
+# The textbook's gradient was then called wrong: where two elements of a row are nearly equal, it is
+# all rounding.
 def test_a_textbook_layer_norm_is_right_where_torchs_own_rounds_little(monkeypatch):
     operation = OPERATIONS["layer_norm"]
 
