@@ -48,12 +48,14 @@ def check_module(module: nn.Module, strategy: str, group: ProcessGroup) -> None:
 
     Raises:
         ValueError: nothing to train, parameters on several devices, an uninitialized parameter, two
-            that share memory, one that is wrapped already, or ranks that disagree (then on every
-            rank).
+            that share memory, one that is wrapped already, a layer that rewrites its rows in
+            forward, or ranks that disagree (then on every rank).
     """
     refuse_uninitialized(module)
     check_ranks_agree(module, group)
     refuse_shared_memory(module)
+    if group.size() > 1:
+        refuse_renormalising(module, strategy)
     trainable = [
         (n, parameter) for n, parameter in module.named_parameters() if parameter.requires_grad
     ]
@@ -368,8 +370,11 @@ def check_gradient(name: str, gradient: Tensor, *, is_ready: bool, has_left: boo
         )
 
 
-def check_not_accumulated(name: str, gradient: Tensor | None) -> None:
+def check_not_accumulated(name: str, gradient: Tensor | None, model: str) -> None:
     """Check a sharded gradient, of which this rank's part is the mean, after a backward.
+
+    Args:
+        model: class of the wrapped module, for the message.
 
     Raises:
         RuntimeError: backward added to the gradient that the last finish left.
@@ -377,7 +382,7 @@ def check_not_accumulated(name: str, gradient: Tensor | None) -> None:
     finished = getattr(gradient, "finished_version", None)
     # The addition is the only change since finish.
     if finished is not None and gradient._version == finished + 1:
-        raise _not_zeroed(name)
+        raise _not_zeroed(name, model)
 
 
 # -- finish ----------------------------------------------------------------------------------------
@@ -442,10 +447,11 @@ def check_unedited(named: Named, ready: Mapping[int, Version]) -> None:
             )
 
 
-def check_zeroed(named: Named, ready: Mapping[int, Version]) -> None:
+def check_zeroed(named: Named, ready: Mapping[int, Version], model: str) -> None:
     """Check gradients of which only this rank's part is the mean, before they are sent.
 
     Args:
+        model: class of the wrapped module, for the message.
         ready: gradients that backward has made, by position in `named`.
 
     Raises:
@@ -454,16 +460,33 @@ def check_zeroed(named: Named, ready: Mapping[int, Version]) -> None:
     for index, (name, parameter) in enumerate(named):
         finished = getattr(parameter.grad, "finished_version", None)
         if index not in ready and finished is not None and parameter.grad._version == finished:
-            raise _not_zeroed(name)
+            raise _not_zeroed(name, model)
 
 
-def _not_zeroed(name: str) -> RuntimeError:
+def _not_zeroed(name: str, model: str) -> RuntimeError:
     return RuntimeError(
-        f"the gradient of '{name}' was not zeroed since the last "
+        f"the gradient of '{name}' of {model} was not zeroed since the last "
         "finish_gradient_synchronization(), and the mean that it holds is that of this rank's part "
-        "only, which cannot be added to: call zero_grad() before every step's first backward, and "
-        "use no_sync() for all but the last backward of a step to accumulate"
+        "only, which cannot be added to: call zero_grad() of this model before every step's first "
+        "backward that reaches it (or freeze it, if the backward only passes through), and use "
+        "no_sync() for all but the last backward of a step to accumulate"
     )
+
+
+def check_not_set(named: Named) -> None:
+    """Check gradients that would be reduce-scattered, at a finish without a forward before it.
+
+    Raises:
+        RuntimeError: one was set or changed since the last finish.
+    """
+    name = find_edited(named)
+    if name is not None:
+        raise RuntimeError(
+            f"the gradient of '{name}' was set or changed, and the wrapper's forward has not run "
+            "since the last finish_gradient_synchronization(), so it is not averaged under "
+            "ZeroOptimizer: call the wrapper's forward before you set gradients yourself; edits of "
+            "means go inside `with optimizer.elementwise_gradient_edits():`"
+        )
 
 
 # -- step ------------------------------------------------------------------------------------------
@@ -481,7 +504,8 @@ def check_finished(strategy: str, has_unfinished: bool) -> None:
     if has_unfinished:
         raise RuntimeError(
             f"{strategy}: this step would use gradients that are not averaged over the ranks yet: "
-            "call finish_gradient_synchronization() after backward, before optimizer.step(); "
+            "call finish_gradient_synchronization() after backward, before optimizer.step() and "
+            "before GradScaler.unscale_(); "
             "backward passes under no_sync() are sent by the next one outside it"
         )
 
@@ -518,7 +542,8 @@ def check_parts_unedited(named: Named) -> None:
             "this rank's part of it is the mean, so that torch.nn.utils.clip_grad_norm_ and the "
             "like see a part of the whole: clip by ZeroOptimizer.clip_grad_norm_(max_norm), and "
             "make edits that are right element by element inside "
-            "`with optimizer.elementwise_gradient_edits():`"
+            "`with optimizer.elementwise_gradient_edits():` (under shard_gradients=True those of "
+            "`ddp.gradients().every()`)"
         )
 
 
@@ -644,33 +669,52 @@ def _stop(loads: RemovableHandle) -> None:
 
 
 def _patch_grad_scaler() -> Callable[[], None]:
-    """Let `GradScaler.step` raise on every rank whose gradients are shards, and return the undoing.
+    """Let `GradScaler` raise where it would skip or unscale wrongly, and return the undoing.
 
-    The one method of torch's that is replaced, as nothing else sees the mistake: a rank whose
-    shards overflow skips `optimizer.step()`, so no hook runs there, and unscaling leaves no trace
-    in the gradients' versions.
+    The one class of torch's whose methods are replaced, as nothing else sees these mistakes.
+    Unscaling leaves no trace in the gradients' versions. And a rank whose shards overflow skips
+    `optimizer.step()`, so no hook runs there.
     """
-    before = GradScaler.step
+    before = {name: getattr(GradScaler, name) for name in ("unscale_", "step")}
 
-    @wraps(before)
-    def step(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        sharded = any(wrapper.shards_gradients for wrapper in wrappers_of(held))
-        if scaler.is_enabled() and sharded:
+    def checked(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def check_first(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if scaler.is_enabled():
+                _check_scaler(scaler, optimizer)
+            return method(scaler, optimizer, *args, **kwargs)
+
+        return check_first
+
+    replaced = {name: checked(method) for name, method in before.items()}
+
+    def undo() -> None:
+        for name, method in replaced.items():
+            # If other code has wrapped it again, it stays, and checks nothing without a wrapper.
+            if getattr(GradScaler, name) is method:
+                setattr(GradScaler, name, before[name])
+
+    for name, method in replaced.items():
+        setattr(GradScaler, name, method)
+    return undo
+
+
+def _check_scaler(scaler: GradScaler, optimizer: Optimizer) -> None:
+    """Check the gradients that a scaler is about to unscale.
+
+    Raises:
+        RuntimeError: they are shards, or may have been sent and wait for finish, which would put
+            back scaled ones.
+    """
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for wrapper in wrappers_of(held):
+        if wrapper.shards_gradients:
             raise RuntimeError(
                 f"{type(scaler).__name__} decides by the gradients of this rank, and these are "
                 "shards, so ranks could skip different steps: use distlab.train.scaler.LossScaler "
                 "with distlab.train.step.TrainStep"
             )
-        return before(scaler, optimizer, *args, **kwargs)
-
-    def undo() -> None:
-        # If other code has wrapped it again, it stays, and checks nothing without a wrapper.
-        if GradScaler.step is step:
-            GradScaler.step = before
-
-    GradScaler.step = step
-    return undo
+        wrapper.check_step(optimizer)
 
 
 # -- sharded optimizers ----------------------------------------------------------------------------
@@ -705,7 +749,7 @@ def check_zero(module: nn.Module, optimizer_cls: type[Optimizer], elementwise: b
 
     Raises:
         ValueError: an optimizer that is not known to be element-wise, or a layer that rewrites its
-            rows in forward.
+            rows in forward, which the next step would lose.
     """
     if not (elementwise or is_elementwise(optimizer_cls) or takes_shards(optimizer_cls)):
         raise ValueError(
@@ -714,11 +758,20 @@ def check_zero(module: nn.Module, optimizer_cls: type[Optimizer], elementwise: b
             "alone, else use ShardedOptimizer, which keeps parameters whole (for L-BFGS, all of "
             "them: a data-parallel wrapper alone)"
         )
+    refuse_renormalising(module, "ZeroOptimizer")
+
+
+def refuse_renormalising(module: nn.Module, strategy: str) -> None:
+    """Check that no layer rewrites its rows in forward, each rank those of its own batch.
+
+    Raises:
+        ValueError: one does. The ranks' weights would differ from then on.
+    """
     for name, layer in module.named_modules():
         if getattr(layer, "max_norm", None) is not None:
             raise ValueError(
-                f"ZeroOptimizer: '{name}' renormalises its rows in forward (max_norm), each rank "
-                "those of its own batch, which the next step loses: leave max_norm out, and "
+                f"{strategy}: '{name}' renormalises its rows in forward (max_norm), each rank "
+                "those of its own batch, so the ranks' weights would differ: leave max_norm out, and "
                 "renormalise after optimizer.step()"
             )
 
@@ -834,7 +887,10 @@ def check_replaceable(name: str, parameter: nn.Parameter, owners: Iterable[nn.Mo
             of its own.
     """
     if getattr(parameter, "made_by_fsdp", False):
-        raise ValueError(f"FSDP: '{name}' is wrapped already: call close() on that wrapper first")
+        raise ValueError(
+            f"FSDP: '{name}' is wrapped already: call close() on that wrapper first (if it was "
+            "deleted without close(), this module has shards only: build the module anew)"
+        )
     if parameter._post_accumulate_grad_hooks or parameter._backward_hooks:
         raise ValueError(
             f"FSDP: '{name}' carries a gradient hook (of a data-parallel wrapper, perhaps), which "

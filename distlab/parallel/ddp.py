@@ -192,7 +192,7 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
             return  # the wrapper was dropped
         step, name = ddp.step, ddp.named[index][0]
         if ddp.shards_gradients:
-            checks.check_not_accumulated(name, parameter.grad)
+            checks.check_not_accumulated(name, parameter.grad, type(ddp.module).__name__)
         if ddp._accumulates or parameter.grad is None:
             step.accumulated.add(index)
             return  # inside no_sync(): the next backward outside it sends the sum
@@ -274,13 +274,15 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         step = self.step
         checks.check_nothing_joined(self.module, self._trained_ids, self.frozen)
         if step.phase is Phase.IDLE and not self._gradients_were_set():
+            if self.shards_gradients and not step.accumulated:
+                checks.check_not_set(self.named)
             return
         checks.check_unedited(self.named, step.ready)
         if len(_unfinished) > 1:
             send_unfinished(self.process_group)
         is_partial = self.shards_gradients and not self.accumulates_shards
         if is_partial and len(step.ready) < len(self.trainable):
-            checks.check_zeroed(self.named, step.ready)
+            checks.check_zeroed(self.named, step.ready, type(self.module).__name__)
         try:
             with torch.no_grad():
                 while step.unsent:  # in plan order, what backward has not completed
@@ -439,7 +441,7 @@ def send_unfinished(group: ProcessGroup) -> None:
             continue
         step = wrapper.step
         if wrapper.shards_gradients:
-            checks.check_zeroed(wrapper.named, step.ready)
+            checks.check_zeroed(wrapper.named, step.ready, type(wrapper.module).__name__)
         step.sent_early = step.sent_early or bool(step.unsent)
         with torch.no_grad():
             while step.unsent:

@@ -8,7 +8,7 @@ ordinary optimizer over the whole model. Inside, another optimizer steps this ra
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -68,6 +68,14 @@ class LocalOptimizer(AnswersTorchNames, Optimizer, ABC):
                 f"{type(self).__name__}.state is this rank's share and cannot be assigned: call "
                 "load_state_dict(), or state.clear() to start anew"
             )
+
+    def __getstate__(self) -> NoReturn:
+        """Raise TypeError, because the optimizer is being copied or pickled."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: hooks and the process group would "
+            "be lost silently. Save its state_dict(), and build another optimizer over the model "
+            "that you load it into"
+        )
 
     @abstractmethod
     def shards(self, held: Iterable[Shard]) -> list[Shard]:

@@ -241,8 +241,13 @@ class ZeroOptimizer(LocalOptimizer):
 
     def _share(self, group: dict[str, Any]) -> dict[str, Any]:
         shard_of = self._slices.shard_of
-        if any(parameter not in shard_of for parameter in group["params"]):
-            raise ValueError("a parameter is not among those that the wrapped module trains")
+        for number, parameter in enumerate(group["params"]):
+            if parameter not in shard_of:
+                raise ValueError(
+                    f"parameter {number} of a group, of shape {tuple(parameter.shape)}, is not "
+                    "among those that the wrapped module trained when it was wrapped: close() the "
+                    "wrapper, wrap the module again, and build the optimizer over it"
+                )
         held = [shard_of[parameter] for parameter in group["params"]]
         if not self._takes_shards:
             held = self.shards(held)

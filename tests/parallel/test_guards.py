@@ -43,7 +43,8 @@ def changed_in_torch():
         "_global_optimizer_post_hooks": of_optimizers._global_optimizer_post_hooks,
     }
     hooks = {name: len(value) for name, value in places.items() if isinstance(value, dict)}
-    return tuple(hooks.items()), GradScaler.step.__code__.co_filename
+    methods = (GradScaler.step, GradScaler.unscale_)
+    return tuple(hooks.items()), [method.__code__.co_filename for method in methods]
 
 
 def test_importing_changes_nothing():

@@ -1,6 +1,8 @@
 """What is checked before an optimizer steps averaged parameters: that gradients were finished, and
 nobody has edited only a part of them since."""
 
+import copy
+import pickle
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -295,3 +297,92 @@ def test_grad_scaler_is_refused_on_every_rank_where_gradients_are_sharded(contex
         loss_of(wrapper, context.rank).backward()
         wrapper.finish_gradient_synchronization()
         cls(context.device.type, enabled=False).step(optimizer)
+
+
+# Regression: unscaling leaves no trace in a gradient's version. After it, finish wrote the mean of
+# the scaled gradients back, and training went wrong without an error.
+@on_two_ranks
+def test_gradients_are_not_unscaled_before_finish(context):
+    scaler = torch.amp.GradScaler(context.device.type, init_scale=1024.0)
+    for wrapper, optimizer in every_wrapper_and_its_optimizer(context, AVERAGING[:5]):
+        scaler.scale(loss_of(wrapper, context.rank)).backward()
+        with (
+            unchanged(wrapper),
+            pytest.raises(RuntimeError, match=r"after backward, before .* GradScaler.unscale_\(\)"),
+        ):
+            scaler.unscale_(optimizer)
+        wrapper.finish_gradient_synchronization()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert_same_on_all_ranks([*wrapper.full_parameters().values()], context)
+    [(_, optimizer)] = every_wrapper_and_its_optimizer(context, ("zero1",))
+    with pytest.raises(RuntimeError, match=r"decides by the gradients .* use .*LossScaler"):
+        scaler.unscale_(optimizer)
+    torch.amp.GradScaler(context.device.type, enabled=False).unscale_(optimizer)
+
+
+@on_two_ranks
+def test_gradients_that_were_set_without_a_forward_are_refused_under_zero(context):
+    """Nothing would average them, and the step would speak of clipping."""
+    for wrapper, optimizer in every_wrapper_and_its_optimizer(context, ("zero1", "zero2")):
+        for parameter in wrapper.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with unchanged(wrapper), pytest.raises(RuntimeError, match="call the wrapper's forward"):
+            wrapper.finish_gradient_synchronization()
+        optimizer.zero_grad()
+        loss_of(wrapper, context.rank).backward()
+        for _ in range(2):  # the second finish has nothing to do
+            wrapper.finish_gradient_synchronization()
+        optimizer.step()
+
+
+@on_two_ranks
+def test_a_gradient_that_was_not_zeroed_is_named_with_its_model(context):
+    [(wrapper, optimizer)] = every_wrapper_and_its_optimizer(context, ("zero1",))
+    for step in range(2):
+        if step:
+            model = type(wrapper.module).__name__
+            with pytest.raises(RuntimeError, match=rf"of {model} was not zeroed .*or freeze it"):
+                loss_of(wrapper, context.rank).backward()
+            break
+        loss_of(wrapper, context.rank).backward()
+        wrapper.finish_gradient_synchronization()
+        optimizer.step()
+
+
+@on_two_ranks
+def test_an_optimizer_of_shards_is_not_copied(context):
+    for _, optimizer in every_wrapper_and_its_optimizer(context, ("sharded-optimizer", "zero1")):
+        for attempt in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(
+                TypeError, match=r"cannot be copied or pickled.*Save its state_dict"
+            ):
+                attempt(optimizer)
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        real = torch.linspace(-1, 1, 32).view(8, 4)
+        self.weight = nn.Parameter(torch.complex(real, real.flip(0)))
+
+    def forward(self, x):
+        return (x.cfloat() @ self.weight).abs()
+
+
+# Regression: FSDP replicates a complex matrix, and said that its gradient had been edited.
+@on_two_ranks
+def test_fsdp_trains_a_complex_matrix(context):
+    one, fsdp = Complex(), FSDP(Complex(), process_group=context.group)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, fsdp)]
+    for step in range(2):
+        x = drawn(step, 4, 8)
+        one(x).square().mean().backward()
+        fsdp(x.chunk(2)[context.rank]).square().mean().backward()
+        fsdp.finish_gradient_synchronization()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    [found] = fsdp.full_parameters().values()
+    torch.testing.assert_close(found, one.weight.detach())

@@ -41,7 +41,14 @@ from distlab.comm.agreement import agree_on_call, prepare
 from distlab.comm.subgroups import resolve_mesh
 from distlab.parallel import checks
 from distlab.parallel.ddp import NO_BACKWARD, Phase, send_unfinished
-from distlab.parallel.fsdp.layout import Entry, is_called, list_entries, plan_casts, plan_units
+from distlab.parallel.fsdp.layout import (
+    Entry,
+    is_called,
+    is_matrix,
+    list_entries,
+    plan_casts,
+    plan_units,
+)
 from distlab.parallel.fsdp.runtime import Runtime, Step
 from distlab.parallel.fsdp.unit import FlatParam, Replicated, Unit
 from distlab.parallel.meta import StandIn, initialize_in_turn, materialize_buffers
@@ -160,7 +167,7 @@ class FSDP(checks.StaysAsWrapped, ParallelModel):
         self._vectors: list[tuple[str, nn.Parameter]] = []
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                kind = self._sharded if parameter.ndim >= 2 else self._vectors
+                kind = self._sharded if is_matrix(parameter) else self._vectors
                 kind.append((name, parameter))
         self.named = [*self._sharded, *self._vectors]
         self._owned = []

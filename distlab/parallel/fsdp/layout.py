@@ -44,6 +44,14 @@ Casts = tuple[torch.dtype, torch.dtype | None]
 # -- parameters before they are wrapped ------------------------------------------------------------
 
 
+def is_matrix(parameter: Tensor) -> bool:
+    """Return True for what is sharded: matrices and larger tensors of floating point.
+
+    Vectors and scalars (norms, biases), integers and complex numbers are replicated.
+    """
+    return parameter.ndim >= 2 and parameter.is_floating_point()
+
+
 @dataclass(eq=False)
 class Entry:
     """One distinct parameter: the parameter before wrapping, and every place that holds it.
@@ -73,11 +81,8 @@ class Entry:
 
     @property
     def is_sharded(self) -> bool:
-        """Return True for matrices and larger tensors of floating point.
-
-        Vectors and scalars (norms, biases) and integers are replicated.
-        """
-        return self.parameter.ndim >= 2 and self.parameter.is_floating_point()
+        """Return `is_matrix` of the parameter. All others are replicated."""
+        return is_matrix(self.parameter)
 
     @cached_property
     def memory_order(self) -> tuple[int, ...]:
@@ -319,7 +324,7 @@ def parameter_dtype(
         return parameter.dtype
     # A matrix in the module or below it may be combined with its vectors.
     for each in owner.parameters():
-        if each.ndim >= 2 and each.is_floating_point():
+        if is_matrix(each):
             return compute_dtype
     master_dtype = torch.promote_types(parameter.dtype, torch.float32)
     return torch.promote_types(master_dtype, compute_dtype)
