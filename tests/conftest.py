@@ -15,6 +15,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+gc.disable()  # the import and the collection of tests make half a million objects that stay
 # Rank processes import the same modules again and again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -90,6 +91,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         MODULES[-1] = item.module.__name__
         gc.collect()  # frozen garbage would stay
         gc.freeze()
+        gc.enable()
 
 
 # -- the last line: what the tests and all processes that they started have cost -------------------

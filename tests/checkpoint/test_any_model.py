@@ -1,8 +1,8 @@
 """Models that are not our transformer: every strategy resumes what every other has written.
 
 Each case trains an odd model under every strategy, saves it after one step, and resumes the
-checkpoints under other strategies. The losses of the next two steps must be those of the run that went
-on: the second one depends on all of the optimizer's state.
+checkpoints under other strategies. The losses of the next two steps must be those of the run that
+went on: the second one depends on all of the optimizer's state.
 """
 
 import hashlib
