@@ -15,7 +15,6 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-gc.disable()  # the import and the collection of tests make half a million objects that stay
 # Rank processes import the same modules again and again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -40,6 +39,7 @@ from distlab.comm import rank_context
 from distlab.testing import run_ranks, shut_down
 
 torch.set_num_threads(1)
+gc.disable()  # until the first test, since the collection of tests makes objects that stay
 sys.dont_write_bytecode = False  # as the variable above, which this process has read by now
 
 # A loaded two-core machine makes single examples slow; that is no failure of the property.
