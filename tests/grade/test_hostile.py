@@ -218,5 +218,5 @@ def test_what_does_no_harm_to_results_is_graded_as_usual(body, tmp_path):
 def test_a_module_that_never_ends_its_import_is_one_sentence(tmp_path):
     folder = write(tmp_path, "    return Norm\n\n\nwhile True:\n    pass\n")
     report = grade(folder, only=["rmsnorm"], seconds=IMPORT_S)
-    begin = f"tests/adapters.py cannot be imported: no result within {IMPORT_S:g} s (rank 0 is at tests/"
-    assert report.failure.startswith(f"{begin}adapt") and report.rows == []
+    begin = f"tests/adapters.py cannot be imported: no result within {IMPORT_S:g} s (rank 0 is at "
+    assert report.failure.startswith(f"{begin}tests/adapt") and report.rows == []
