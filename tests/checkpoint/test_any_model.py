@@ -214,12 +214,12 @@ def save_one(context, folder, names, odd):
         saver.wait()
 
 
-def steps_after_load(context, folder, names, odd):
-    """Return the steps that AdamW has counted for each parameter, after every checkpoint under
-    every strategy.
+def steps_after_load(context, folder, pairs, odd):
+    """Return the steps that AdamW has counted for each parameter, after every pair of (strategy
+    that wrote, strategy that reads).
     """
     found = set()
-    for written, name in itertools.product(names, names):
+    for written, name in pairs:
         model, optimizer = built(context, name, torch.optim.AdamW, Odd(**odd))
         saver = Checkpointer(folder / written, context)
         saver.load(saver.newest(), model, optimizer)
@@ -235,7 +235,8 @@ def test_odd_models_are_resumed_on_other_numbers_of_ranks(tmp_path, ranks):
     odd = {"frozen": ["first"], "empty": True, "scalar": True, "row": True}
     names = ["bucketed", "sharded-optimizer", "zero1", "zero2", "fsdp"]
     run_ranks(save_one, 2, tmp_path, names, odd)
-    for found in run_ranks(steps_after_load, ranks, tmp_path, names, odd):
+    pairs = itertools.pairwise([*names, names[0]])
+    for found in run_ranks(steps_after_load, ranks, tmp_path, [*pairs], odd):
         assert found == {1.0}
 
 
