@@ -1,6 +1,7 @@
 """Run a command of this repository as a user would, from the checkout."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pty
@@ -106,6 +107,7 @@ def _be(
 ) -> None:
     for number, file in ((1, stdout), (2, stderr)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    gc.freeze()  # objects of torch, whose pages a garbage collection would copy from the server
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(ROOT)

@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from torch import nn
 import distlab
 from distlab.parallel import BucketedDDP
 from distlab.testing import run_ranks
+from distlab.train.evaluate import validation_loss
+from distlab.train.sample import generate
 from examples import compare_strategies, train
 from experiments import ddp_bench
 from tests.commands import ROOT
@@ -29,10 +33,29 @@ def run(tmp_path):
     return lambda folder, *more: [*few, f"--folder={tmp_path / folder}", *more]
 
 
+@contextmanager
+def in_short():
+    """Sample 8 bytes instead of 200, and validate on 8 sequences instead of 64.
+
+    Both take the same code again and again, and most of a run's time.
+    """
+
+    def few_bytes(model, prompt, count):
+        return generate(model, prompt, min(count, 8))
+
+    def few_sequences(model, data, context, *, sequences, batch):
+        return validation_loss(model, data, context, sequences=min(sequences, 8), batch=batch)
+
+    with patch.multiple(train, generate=few_bytes, validation_loss=few_sequences):
+        yield
+
+
 def on_rank(context, options):
-    return train.train(train.parse(options), context)
+    with in_short():
+        return train.train(train.parse(options), context)
 
 
+@in_short()
 def test_a_run_that_changes_strategy_and_ranks_has_the_losses_of_an_uninterrupted_one(
     run, capsys, tmp_path
 ):

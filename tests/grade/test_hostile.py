@@ -46,7 +46,8 @@ def rmsnorm_backward_g_pytorch(upstream, x, g):
 def get_rmsnorm_autograd_function_pytorch():
 """
 
-LOOP_S = 3.0  # limit for a part that never ends; a part that ends by itself has a minute
+IMPORT_S = 3.0  # limit for an import that never ends, and has to begin
+LOOP_S = 2.0  # limit for a part that never ends; a part that ends by itself has a minute
 LOOP = """
     while True:
         pass
@@ -216,6 +217,6 @@ def test_what_does_no_harm_to_results_is_graded_as_usual(body, tmp_path):
 
 def test_a_module_that_never_ends_its_import_is_one_sentence(tmp_path):
     folder = write(tmp_path, "    return Norm\n\n\nwhile True:\n    pass\n")
-    report = grade(folder, only=["rmsnorm"], seconds=LOOP_S)
-    begin = "tests/adapters.py cannot be imported: no result within 3 s (rank 0 is at tests/adapt"
-    assert report.failure.startswith(begin) and report.rows == []
+    report = grade(folder, only=["rmsnorm"], seconds=IMPORT_S)
+    begin = f"tests/adapters.py cannot be imported: no result within {IMPORT_S:g} s (rank 0 is at "
+    assert report.failure.startswith(f"{begin}tests/adapt") and report.rows == []

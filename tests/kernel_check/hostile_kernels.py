@@ -15,12 +15,19 @@ def right(x, weight):
     return F.rms_norm(x, weight.shape, weight, 1e-5)
 
 
-def hangs_or_exits(x, weight):
-    """Hang at 3 rows, and exit at 5."""
-    while x.shape[0] == 3:
+def hangs_exits_or_breaks_the_gpu(x, weight):
+    """Hang at 3 rows, exit at 5, and break the GPU at 16.
+
+    After the last of these no call of a GPU works. On a CPU the checker is told so.
+    """
+    rows = x.shape[0]
+    while rows == 3:
         pass
-    if x.shape[0] == 5:
+    if rows == 5:
         os._exit(7)
+    if rows == 16:
+        for name in ("distlab.kernel_check.judge", "distlab.kernel_check.report", "__main__"):
+            sys.modules[name].works = lambda device: False
     return right(x, weight)
 
 
@@ -119,14 +126,6 @@ def keeps_a_buffer_in_inference(x, weight):
 
 def returns_no_tensor(x, weight):
     return None
-
-
-def breaks_the_gpu(x, weight):
-    """From 3 rows on, no call of a GPU works. On a CPU the checker is told so."""
-    if x.shape[0] == 3:
-        for name in ("distlab.kernel_check.judge", "distlab.kernel_check.report", "__main__"):
-            sys.modules[name].works = lambda device: False
-    return right(x, weight)
 
 
 class WeightOfTheFirst64Rows(torch.autograd.Function):

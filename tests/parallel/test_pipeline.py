@@ -33,8 +33,9 @@ from tests.parallel.axes import (
 from tests.parallel.test_contract import BACKENDS, on_four_ranks, on_two_ranks
 
 CONFIG = ModelConfig(
-    d_model=16, d_ff=32, num_layers=8, num_heads=4, num_kv_heads=2, vocab_size=32, context_length=8
+    d_model=16, d_ff=32, num_layers=4, num_heads=4, num_kv_heads=2, vocab_size=32, context_length=8
 )
+DEEP = replace(CONFIG, num_layers=8)  # four stages in two parts each, or stages of several blocks
 MICRO_BATCHES = 4
 TRAINING = Training(CONFIG, MICRO_BATCHES)
 ALONE: dict[int, list[Row]] = {  # ranks → pipelines that have all ranks: to the bit
@@ -80,6 +81,8 @@ def test_every_schedule_is_one_process_to_the_bit(ranks):
     training = replace(TRAINING, dtype=torch.float32, max_norm=None)
     if ranks == 3:  # which do not divide eight blocks
         training = replace(training, config=replace(CONFIG, num_layers=6), micro_batches=3)
+    if ranks == 4:
+        training = replace(training, config=DEEP)
     alone = one_process(training)
     rows = ALONE[ranks]
     for row, found in zip(rows, trained(training, ranks, rows), strict=True):
@@ -144,10 +147,10 @@ def noted(ran, action):
 def test_what_runs_is_the_list(context):
     for name in SCHEDULES:
         layout = Layout(pipeline=context.world_size, schedule=name)
-        _, model, _ = built(context, CONFIG, layout)
+        _, model, _ = built(context, DEEP, layout)
         ran: list = []
         model.pipeline.observe = partial(noted, ran)
-        model.pipeline.run(model, loss_function(CONFIG, layout), TRAINING.batches(0))
+        model.pipeline.run(model, loss_function(DEEP, layout), TRAINING.batches(0))
         assert ran == SCHEDULES[name](context.world_size, MICRO_BATCHES)[context.rank], name
 
 
@@ -191,7 +194,7 @@ def test_a_step_sends_what_the_closed_form_says(context):
 
 @on_two_ranks
 def test_stages_of_other_sizes_keep_the_names_of_the_whole(context):
-    _, model, _ = built(context, CONFIG, Layout.parse("pp2", stages=(5, 3)))
+    _, model, _ = built(context, DEEP, Layout.parse("pp2", stages=(5, 3)))
     blocks = {name.split(".")[1] for name, _ in model.module.named_parameters() if "blocks" in name}
     assert blocks == set("567" if context.rank else "01234")
 

@@ -40,7 +40,7 @@ def test_a_healthy_run_has_no_finding(run):
 @pytest.fixture(scope="module")
 def lab_traces(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lab")
-    run_ranks(record, 2, folder, "small", backend="nccl", deadline_s=120.0)
+    run_ranks(record, 2, folder, "small", STRATEGIES, backend="nccl", deadline_s=120.0)
     return folder
 
 
