@@ -771,8 +771,8 @@ def refuse_renormalising(module: nn.Module, strategy: str) -> None:
         if getattr(layer, "max_norm", None) is not None:
             raise ValueError(
                 f"{strategy}: '{name}' renormalises its rows in forward (max_norm), each rank "
-                "those of its own batch, so the ranks' weights would differ: leave max_norm out, and "
-                "renormalise after optimizer.step()"
+                "those of its own batch, so the ranks' weights would differ: leave max_norm out, "
+                "and renormalise after optimizer.step()"
             )
 
 

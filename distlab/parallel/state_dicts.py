@@ -342,7 +342,10 @@ def own_state(state: Mapping[str, Any], parameter: Tensor, name: str) -> dict[st
     """
     own = {}
     for key, value in state.items():
-        own[key] = _part_of(value, parameter, f"{key} of {name}")
+        # The count of steps is one number on every rank, also on one without an element of a scalar
+        # parameter, whose other state is empty there.
+        is_count = key == "step"
+        own[key] = value if is_count else _part_of(value, parameter, f"{key} of {name}")
     return own
 
 
@@ -351,7 +354,7 @@ def _part_of(value: Any, parameter: Tensor, what: str) -> Any:
 
     A value that does not have one number per element is returned as it is.
     """
-    if not isinstance(value, Tensor) or value.ndim == 0:
+    if not isinstance(value, Tensor):
         return value
     shape = whole_shape(parameter)
     if value.shape == shape:

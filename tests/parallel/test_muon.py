@@ -372,3 +372,39 @@ def test_a_state_that_does_not_fit_is_refused_at_load():
         Muon([pair()[0]]).load_state_dict(ours.state_dict())
     with pytest.raises(ValueError, match="different number of parameter groups"):
         Muon([{"params": [each]} for each in pair()]).load_state_dict(ours.state_dict())
+
+
+class Scaled(nn.Module):
+    """A matrix of a block, and a scalar, of which one rank has no element."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4)])
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.blocks[0](x) * self.scale
+
+
+# Regression: the rank without an element of the scalar refused its own state.
+@on_two_ranks
+def test_a_state_of_a_scalar_is_loaded_on_the_rank_that_has_no_element_of_it(context):
+    x = torch.arange(8.0).view(2, 4)
+    for name in ("zero1", "zero2", "fsdp"):
+        found = []
+        for resumes in (False, True):
+            torch.manual_seed(0)
+            wrapper, optimizer = STRATEGIES[name].build(
+                Scaled(), context.group, Muon, {"lr": 0.02, "weight_decay": 0.1}
+            )
+            for step in range(3):
+                wrapper(x).square().sum().backward()
+                wrapper.finish_gradient_synchronization()
+                optimizer.step()
+                optimizer.zero_grad()
+                if resumes and step == 1:
+                    optimizer.load_state_dict(optimizer.state_dict())
+            found.append(wrapper.full_parameters())
+            wrapper.close()
+        for key, value in found[0].items():
+            assert torch.equal(value, found[1][key])
