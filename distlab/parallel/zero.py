@@ -245,8 +245,9 @@ class ZeroOptimizer(LocalOptimizer):
             if parameter not in shard_of:
                 raise ValueError(
                     f"parameter {number} of a group, of shape {tuple(parameter.shape)}, is not "
-                    "among those that the wrapped module trains. If it was unfrozen or added since, "
-                    "close() the wrapper, wrap the module again, and build the optimizer over it"
+                    "among those that the wrapped module trains. If it was unfrozen or added "
+                    "since, close() the wrapper, wrap the module again, and build the optimizer "
+                    "over it"
                 )
         held = [shard_of[parameter] for parameter in group["params"]]
         if not self._takes_shards:
