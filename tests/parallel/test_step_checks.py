@@ -386,3 +386,16 @@ def test_fsdp_trains_a_complex_matrix(context):
             optimizer.zero_grad()
     [found] = fsdp.full_parameters().values()
     torch.testing.assert_close(found, one.weight.detach())
+
+
+@on_two_ranks
+def test_gradients_are_half_edited_after_a_block_that_raised(context):
+    """torch does not count an edit through `.data`, so the block itself has to be noticed."""
+    for wrapper, optimizer in every_wrapper_and_its_optimizer(context, ("zero1", "fsdp")):
+        loss_of(wrapper, context.rank).backward()
+        wrapper.finish_gradient_synchronization()
+        with pytest.raises(KeyError), wrapper.elementwise_gradient_edits():
+            next(wrapper.parameters()).grad.data.mul_(2)
+            raise KeyError
+        with unchanged(wrapper), pytest.raises(RuntimeError, match="elementwise_gradient_edits"):
+            optimizer.step()
