@@ -102,6 +102,19 @@ def test_two_collectives_at_once_share_the_exposed_time(tmp_path):
     assert [message.exposed_ms for message in step.messages] == pytest.approx([5, 3])
 
 
+def test_a_collective_within_an_earlier_one_has_no_exposed_time(tmp_path):
+    def nested(writer, begin):
+        handmade.layers(writer, begin, 0.1, 10)
+        writer.all_reduce(begin + 1, begin + 10, begin + 17)
+        writer.launched("ncclDevKernel_SendRecv", begin + 1.1, begin + 12, begin + 15, tid=30)
+        # The device is idle for 1 ms after the earlier one.
+        handmade.layers(writer, begin, 18, 29.9, launched=1.2)
+
+    step = explain_traces(gpu_run(tmp_path, nested)).ranks[0].steps[5]
+    assert step.account.exposed_ms == pytest.approx(7)
+    assert [message.exposed_ms for message in step.messages] == pytest.approx([7, 0])
+
+
 def test_groups_have_bytes_and_bus_bandwidth(tmp_path):
     (group,) = explain_traces(gpu_run(tmp_path, handmade.straggler)).groups()
     assert (group.operation, group.count, group.size_bytes) == ("all_reduce", 1, 40e6)
