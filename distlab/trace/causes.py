@@ -2,7 +2,8 @@
 
 Each exposed communication has the first of these causes that applies:
 
-1. *straggler*: it waits for a rank that arrives late, for at least half of its exposed time;
+1. *straggler*: it waits for a rank that arrives late, for at least half of its exposed time.
+   If that rank is not late in most steps, or not beyond their spread, the cause is *jitter*;
 2. *small messages*: it moves fewer bytes than the network moves during its latency;
 3. *one CTA*: a large message, but NCCL's kernel runs on a single multiprocessor;
 4. *blocking wait*: the host waits for it, and launches further work only afterwards;
@@ -24,14 +25,17 @@ import statistics
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from distlab.measure.interleaved import MIN_PAIRS, MIN_SAMPLES, paired_ratio
 from distlab.measure.trace.intervals import Cover, Interval, total
 from distlab.measure.trace.kernels import short_kernel_name
 from distlab.measure.trace.reader import Event, HostSpan
+from distlab.report.derived import few_pairs_ratio
 from distlab.trace.ranks import Message, RankStep, RankSteps
 
 STRAGGLER = "straggler"
+JITTER = "jitter"
 SMALL = "small messages"
 ONE_CTA = "one CTA"
 BLOCKING = "blocking wait"
@@ -64,6 +68,9 @@ LONG_GAP_MS = 5.0
 # Bytes below which latency dominates, where the trace has no larger message to tell the bandwidth.
 SMALL_BYTES = 256 * 1024
 LARGE_BYTES = 16 * SMALL_BYTES  # bytes from which on NCCL uses several CTAs, if it may
+# Share of the longest wait from which on ranks that wait for each other do so in turn.
+_TURN_SHARE = 0.1
+_LISTED_RANKS = 3  # late ranks that a sentence lists
 _PIECES = 3  # calls of a kernel, covered and not, that are needed to compare them
 
 
@@ -75,7 +82,7 @@ class Blame:
         cause: one of the causes above.
         ms: ms of the step.
         detail: what it is about: a collective, kernel or operator.
-        late_rank: rank that arrives late, for a straggler.
+        late_rank: rank that arrives late, for a straggler and for jitter.
         behind: what the late rank does longer than others, for a straggler.
         message: communication that is exposed, or None.
         idle: interval in which the device waits for the host, or None for other causes.
@@ -101,11 +108,13 @@ class Finding:
         rank: number of that rank.
         count: number of intervals or collectives in an average step.
         detail: what it is mostly about.
-        late_rank, behind: as in `Blame`.
+        late_rank, behind: as in `Blame`, for a straggler.
         frame: Python frame in which the host mostly is while the device waits for it, or None.
         is_price: True for contention that costs much less than the communication that it hides.
         long_gaps: number of intervals of at least `LONG_GAP_MS` in an average step, if these are at
             least half of `ms`, else 0.
+        compared_steps: number of steps that all ranks have.
+        late_ms: late rank → ms of the average step for which a rank waits for it, for jitter.
     """
 
     cause: str
@@ -119,6 +128,8 @@ class Finding:
     frame: str | None
     is_price: bool = False
     long_gaps: float = 0.0
+    compared_steps: int = 0
+    late_ms: dict[int, float] = field(default_factory=dict)
 
     @property
     def is_large(self) -> bool:
@@ -138,12 +149,9 @@ class Finding:
         much = f"{self.ms:.2f} ms per step ({self.pct:.0f} %)"
         where = f"on rank {self.rank}"
         if self.cause == STRAGGLER:
-            behind = f", which spends more time in {self.behind}" if self.behind else ""
-            return (
-                f"Rank {self.rank} waits {much} for rank {self.late_rank}{behind}. Give rank "
-                f"{self.late_rank} less of it, or find out why its {self.behind or 'step'} is "
-                "slower."
-            )
+            return self._straggler_sentence(much)
+        if self.cause == JITTER:
+            return self._jitter_sentence(much)
         has_gaps = self.cause == PYTHON and self.long_gaps > 0
         sentence = _LONG_GAPS if has_gaps else _SENTENCES[self.cause]
         said = sentence.format(
@@ -154,6 +162,45 @@ class Finding:
         if self.frame is not None:
             said += f" Meanwhile Python is mostly in {self.frame}."
         return said
+
+    def _straggler_sentence(self, much: str) -> str:
+        late = f"rank {self.late_rank}"
+        behind = f", which spends more time in {self.behind}" if self.behind else ""
+        said = f"Rank {self.rank} waits {much} for {late}{behind}."
+        steps = self.compared_steps
+        if steps < MIN_SAMPLES:
+            return (
+                f"{said} {steps} step{'s' * (steps != 1)} cannot tell whether {late} is always the "
+                "late one: trace ten or more."
+            )
+        return (
+            f"{said} Give {late} less of it, or find out why its {self.behind or 'step'} is slower."
+        )
+
+    def _jitter_sentence(self, much: str) -> str:
+        longest_ms = max(self.late_ms.values())
+        waits = {late: ms for late, ms in self.late_ms.items() if ms >= _TURN_SHARE * longest_ms}
+        spread = f"slower beyond the spread of {self.compared_steps} steps"
+        if len(waits) == 1:
+            (late,) = waits
+            said = (
+                f"Rank {self.rank} waits {much} for rank {late}, but not steadily: rank {late} is "
+                f"not {spread}."
+            )
+        else:
+            listed = sorted(waits, key=waits.get, reverse=True)[:_LISTED_RANKS]
+            parts = ", ".join(f"{waits[late]:.2f} ms for rank {late}" for late in sorted(listed))
+            others = len(waits) - len(listed)
+            if others:
+                parts += f", less for {others} other rank{'s' * (others > 1)}"
+            said = (
+                f"Ranks wait for each other in turn, up to {much}: {parts}; none of them is "
+                f"{spread}."
+            )
+        return (
+            f"{said} Trace more steps, or find out what delays single ones, such as other programs "
+            "on the machine."
+        )
 
 
 # For `PYTHON` with few long intervals in place of many short ones.
@@ -225,22 +272,28 @@ def findings(ranks: Sequence[RankSteps]) -> tuple[list[Finding], list[Blame]]:
     """Return the causes, the largest first, and the exposed communication with its causes."""
     small_bytes = latency_bytes(ranks)
     behind = Behind(ranks)
-    totals: dict[tuple, dict[int, list[Blame]]] = defaultdict(lambda: defaultdict(list))
-    exposed = []
+    causes: dict[int, list[Blame]] = {}  # rank → causes in all its steps
     for rank in ranks:
         host = Host(rank)
         found = contention(rank)
         for step in rank.steps.values():
             for message in step.messages:
                 if message.exposed:
-                    communication = why_exposed(message, step, host, behind, small_bytes)
-                    exposed += communication
-                    found += communication
+                    found += why_exposed(message, step, host, behind, small_bytes)
             found += why_idle(step, host, small_bytes)
-        # Straggler findings are kept apart by the rank that is late, since each needs another
-        # remedy.
+        causes[rank.rank] = found
+    compared = set.intersection(*(set(rank.steps) for rank in ranks))
+    causes = _with_jitter(causes, ranks, compared)
+    exposed = []
+    totals: dict[tuple, dict[int, list[Blame]]] = defaultdict(lambda: defaultdict(list))
+    for rank, found in causes.items():
         for blame in found:
-            totals[blame.cause, blame.late_rank][rank.rank].append(blame)
+            if blame.message is not None:
+                exposed.append(blame)
+            # Straggler findings are kept apart by the rank that is late, since each needs another
+            # remedy. Jitter is one finding.
+            late_rank = blame.late_rank if blame.cause == STRAGGLER else None
+            totals[blame.cause, late_rank][rank].append(blame)
     means = {rank.rank: rank.mean for rank in ranks}
     steps = {rank.rank: len(rank.steps) for rank in ranks}
     frames = {rank.rank: rank.trace.frames for rank in ranks}
@@ -249,6 +302,11 @@ def findings(ranks: Sequence[RankSteps]) -> tuple[list[Finding], list[Blame]]:
     for (cause, late_rank), by_rank in totals.items():
         # The ms of an average step, since ranks may have recorded different numbers of steps.
         sums = {r: sum(blame.ms for blame in blames) / steps[r] for r, blames in by_rank.items()}
+        late_ms = {}
+        if cause == JITTER:
+            for r, blames in by_rank.items():
+                for late, ms in _waits_for(blames).items():
+                    late_ms[late] = max(late_ms.get(late, 0.0), ms / steps[r])
         rank = max(sums, key=sums.get)
         if late_rank is None:
             cost_ms |= {(cause, r): ms for r, ms in sums.items()}
@@ -276,9 +334,111 @@ def findings(ranks: Sequence[RankSteps]) -> tuple[list[Finding], list[Blame]]:
             frame=frame,
             is_price=cause == CONTENTION and sums[rank] < HIGH_PRICE * hidden_ms,
             long_gaps=len(gaps_ms) / steps[rank] if is_in_gaps else 0.0,
+            compared_steps=len(compared),
+            late_ms=late_ms,
         )
         listed.append(finding)
     return sorted(listed, key=lambda finding: _place(finding, cost_ms)), exposed
+
+
+def _with_jitter(
+    causes: Mapping[int, list[Blame]], ranks: Sequence[RankSteps], compared: set[int]
+) -> dict[int, list[Blame]]:
+    """Return the causes, with jitter in place of stragglers that the noise does not support.
+
+    Args:
+        causes: rank → causes in all its steps.
+        ranks: all ranks.
+        compared: numbers of the steps that all ranks have. If there are fewer than three, all
+            stragglers stay, and their sentences say that these steps cannot tell.
+    """
+    if len(compared) < MIN_SAMPLES:
+        return dict(causes)
+    waits: dict[int, list[Blame]] = {}
+    longest: dict[int, tuple[float, int]] = {}  # late rank → longest wait for it, and whose it is
+    for rank, blames in causes.items():
+        waits[rank] = [blame for blame in blames if blame.cause == STRAGGLER]
+        for late, ms in _waits_for(waits[rank]).items():
+            longest[late] = max(longest.get(late, (0.0, rank)), (ms, rank))
+    step_ms = {rank.rank: rank.mean.step_ms for rank in ranks}
+    steady = set()
+    for late, (_, waiting) in longest.items():
+        if _is_steadily_late(late, waits[late], waits[waiting], step_ms[waiting], compared):
+            steady.add(late)
+    found = {}
+    for rank, blames in causes.items():
+        found[rank] = []
+        for blame in blames:
+            if blame.cause == STRAGGLER and blame.late_rank not in steady:
+                blame = replace(blame, cause=JITTER, behind=None)
+            found[rank].append(blame)
+    return found
+
+
+def _is_steadily_late(
+    late: int,
+    its_waits: Sequence[Blame],
+    waits: Sequence[Blame],
+    step_ms: float,
+    compared: set[int],
+) -> bool:
+    """Return whether a rank is late in most steps, by more than what they spread.
+
+    If it is slower than the rank that waits longest for it, it waits less itself.
+
+    Args:
+        late: the rank in question.
+        its_waits: its own waits for late ranks.
+        waits: those of the rank that waits longest for it.
+        step_ms: ms of the average step.
+        compared: numbers of at least three steps that all ranks have.
+    """
+    if _is_longer(waits, its_waits, step_ms, compared):
+        return True
+    # One rank can be slower in the forward and another one in the backward of every step. Over the
+    # whole step, neither is. So the part in which the rank is behind also counts by itself.
+    parts = Counter()
+    for blame in waits:
+        if blame.late_rank == late:
+            parts[blame.behind] += blame.ms
+    part = parts.most_common(1)[0][0]
+    same_part = [blame for blame in waits if blame.behind == part]
+    its_same_part = [blame for blame in its_waits if blame.behind == part]
+    return _is_longer(same_part, its_same_part, step_ms, compared)
+
+
+def _is_longer(
+    waits: Sequence[Blame], others: Sequence[Blame], step_ms: float, compared: set[int]
+) -> bool:
+    """Return whether waits are longer than others in most steps, and beyond their spread."""
+    pairs = zip(_in_steps(waits, compared), _in_steps(others, compared), strict=True)
+    # A step in which neither rank waits does not tell which one is slower.
+    excess_ms = [ms - other_ms for ms, other_ms in pairs if ms != other_ms]
+    longer = sum(ms > 0 for ms in excess_ms)
+    if 2 * longer <= len(compared) or len(excess_ms) < MIN_SAMPLES:
+        return False
+    # A ratio needs positive samples, so these are of a step that is as long on both ranks, but for
+    # the excess.
+    first = [step_ms + max(ms, 0.0) for ms in excess_ms]
+    second = [step_ms + max(-ms, 0.0) for ms in excess_ms]
+    ratio = paired_ratio if len(excess_ms) >= MIN_PAIRS else few_pairs_ratio
+    return ratio(first, second).low > 1
+
+
+def _in_steps(waits: Sequence[Blame], compared: set[int]) -> list[float]:
+    """Return the ms of waits in each step, in the order of the steps."""
+    found = Counter()
+    for blame in waits:
+        found[blame.message.step] += blame.ms
+    return [found[number] for number in sorted(compared)]
+
+
+def _waits_for(blames: Iterable[Blame]) -> Counter[int]:
+    """Return late rank → ms of the waits for it."""
+    found = Counter()
+    for blame in blames:
+        found[blame.late_rank] += blame.ms
+    return found
 
 
 def _place(finding: Finding, cost_ms: Mapping[tuple[str, int], float]) -> tuple[bool, float, bool]:

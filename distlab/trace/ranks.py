@@ -313,7 +313,9 @@ def _messages(events: Sequence[Event], window: Interval, step: int, rank: int) -
         if event.start_ms >= begin:
             place = places.get((known.operation, known.group), 0)
             places[known.operation, known.group] = place + 1
-        exposed = uncovered.within(max(event.start_ms, counted_to), min(event.end_ms, end))
+        first, last = max(event.start_ms, counted_to), min(event.end_ms, end)
+        # A communication that ends before an earlier one has no time of its own.
+        exposed = uncovered.within(first, last) if first < last else []
         counted_to = max(counted_to, event.end_ms)
         found.append(Message(event, step, rank, place, exposed))
     return found

@@ -88,16 +88,17 @@ STEP_MS = 30.0
 STEPS = 3
 
 
-def gpu_run(folder, step, ranks=2, clocks=(0.0, 7_000.0)):
+def gpu_run(folder, step, ranks=2, clocks=(0.0, 7_000.0), steps=STEPS):
     """Write the traces of a run.
 
     Args:
         step: function of a writer and the ms at which a step begins, which adds the step's events.
+        steps: number of steps.
     """
     paths = []
     for rank in range(ranks):
         writer = Writer(rank, clocks[rank])
-        for number in range(STEPS):
+        for number in range(steps):
             begin = number * STEP_MS
             writer.span("user_annotation", f"ProfilerStep#{number + 5}", begin, begin + STEP_MS)
             step(writer, begin)
@@ -136,6 +137,25 @@ def straggler(writer, begin):
     writer.all_reduce(begin + 1, begin + end, begin + 18)
     layers(writer, begin, 18, 29, operator="MmBackward0", launched=0.5)
     optimizer(writer, begin, 29, 29.9)
+
+
+def late_by(extra_ms):
+    """Return a step in which ranks compute longer before the all-reduce.
+
+    Args:
+        extra_ms: one dictionary per step, rank → ms that it computes longer.
+    """
+
+    def step(writer, begin):
+        extra = extra_ms[round(begin / STEP_MS)]
+        end = 10 + extra.get(writer.rank, 0)
+        together = 10 + max(extra.values(), default=0) + 1  # 1 ms after the last rank has come
+        layers(writer, begin, 0.1, end, ms=(end - 0.1) / 10)
+        writer.all_reduce(begin + 1, begin + end, begin + together)
+        layers(writer, begin, together, 29, operator="MmBackward0", launched=0.5)
+        optimizer(writer, begin, 29, 29.9)
+
+    return step
 
 
 def item_per_layer(writer, begin):

@@ -67,6 +67,107 @@ def test_a_straggler_is_named_with_the_part_in_which_it_falls_behind(tmp_path):
     assert (straggler.late_rank, straggler.behind) == (1, "data loading")
 
 
+def first_sentence(folder, extra_ms):
+    """Return what is said of a run whose ranks are late by `extra_ms`, see `handmade.late_by`."""
+    paths = gpu_run(folder, handmade.late_by(extra_ms), steps=len(extra_ms))
+    return explain_traces(paths).first
+
+
+def test_ranks_that_are_late_in_turn_are_not_stragglers(tmp_path):
+    paths = gpu_run(tmp_path, handmade.late_by([{0: 6}, {1: 6}] * 5), steps=10)
+    explanation = explain_traces(paths)
+    assert explanation.first == (
+        "Ranks wait for each other in turn, up to 3.00 ms per step (10 %): 3.00 ms for rank 0, "
+        "3.00 ms for rank 1; none of them is slower beyond the spread of 10 steps. Trace more "
+        "steps, or find out what delays single ones, such as other programs on the machine."
+    )
+    causes = {finding.cause for finding in explanation.findings}
+    assert "jitter" in causes and "straggler" not in causes
+    assert explanation.collectives()[0]["cause"] == "jitter"
+
+
+NAMED = (
+    " per step ({pct} %) for rank 1, which spends more time in compute of the forward. Give rank 1 "
+    "less of it, or find out why its compute of the forward is slower."
+)
+
+
+def test_a_rank_that_is_late_in_most_steps_is_a_straggler(tmp_path):
+    extra_ms = [{1: 6}] * 4 + [{0: 2}] + [{1: 6}] * 4 + [{0: 2}]
+    said = first_sentence(tmp_path, extra_ms)
+    assert said == "Rank 0 waits 4.80 ms" + NAMED.format(pct=16)
+
+
+def test_steps_in_which_no_rank_waits_do_not_hide_a_straggler(tmp_path):
+    # Late in 18 of 30 steps, and the other rank in 6.
+    extra_ms = ([{1: 6}] * 9 + [{0: 5}] * 3 + [{}] * 3) * 2
+    assert first_sentence(tmp_path, extra_ms) == "Rank 0 waits 3.60 ms" + NAMED.format(pct=12)
+
+
+def test_a_rank_that_is_late_in_few_steps_is_not_slower(tmp_path):
+    said = first_sentence(tmp_path, [{}] * 4 + [{1: 7.5}] * 3 + [{}] * 3)
+    assert said.startswith(
+        "Rank 0 waits 2.25 ms per step (8 %) for rank 1, but not steadily: rank 1 is not slower "
+        "beyond the spread of 10 steps. Trace more steps"
+    )
+
+
+@pytest.mark.parametrize("steps, said", [(1, "1 step"), (2, "2 steps")])
+def test_one_or_two_steps_cannot_tell_a_straggler(tmp_path, steps, said):
+    assert first_sentence(tmp_path, [{1: 6}] * steps) == (
+        "Rank 0 waits 6.00 ms per step (20 %) for rank 1, which spends more time in compute of the "
+        f"forward. {said} cannot tell whether rank 1 is always the late one: trace ten or more."
+    )
+
+
+def test_many_ranks_that_are_late_in_turn_are_listed_in_part(tmp_path):
+    clocks = [0.0] * 5
+    extra_ms = [{number % 5: 8 - number % 5} for number in range(10)]
+    paths = gpu_run(tmp_path, handmade.late_by(extra_ms), ranks=5, clocks=clocks, steps=10)
+    assert explain_traces(paths).first.startswith(
+        "Ranks wait for each other in turn, up to 5.20 ms per step (17 %): 1.60 ms for rank 0, "
+        "1.40 ms for rank 1, 1.20 ms for rank 2, less for 2 other ranks; none of them"
+    )
+
+
+def test_three_steps_tell_a_straggler_only_where_they_agree(tmp_path):
+    (tmp_path / "alike").mkdir()
+    said = first_sentence(tmp_path / "alike", [{1: 6}, {1: 5.5}, {1: 6.5}])
+    assert said == "Rank 0 waits 6.00 ms" + NAMED.format(pct=20)
+    assert "not steadily" in first_sentence(tmp_path, [{1: 7}, {1: 1}, {1: 3}])
+
+
+def test_a_rank_that_is_late_in_another_part_of_each_step_is_a_straggler(tmp_path):
+    def step(writer, begin):
+        end = 16 if writer.rank == 1 else 10
+        is_forward = begin % (2 * STEP_MS) == 0
+        operator = "aten::mm" if is_forward else "MmBackward0"
+        handmade.layers(writer, begin, 0.1, end, operator=operator)
+        writer.all_reduce(begin + 1, begin + end, begin + 17)
+        handmade.layers(writer, begin, 17, 29.9, operator="MmBackward0", launched=0.5)
+
+    first = explain_traces(gpu_run(tmp_path, step, steps=10)).first
+    # In each part alone it is late in only half of the steps.
+    assert first.startswith("Rank 0 waits 6.00 ms per step (20 %) for rank 1, which spends more")
+
+
+def test_two_ranks_that_are_late_in_other_parts_of_each_step_are_both_named(tmp_path):
+    """Neither rank is slower in the whole step, and yet each is so in one part of all steps."""
+
+    def step(writer, begin):
+        forward, backward = (12, 18) if writer.rank == 1 else (6, 24)
+        layers = handmade.layers
+        layers(writer, begin, 0.1, forward)
+        writer.all_reduce(begin + 1, begin + forward, begin + 14)
+        layers(writer, begin, 14, backward, operator="MmBackward0", launched=0.5)
+        writer.all_reduce(begin + 1.1, begin + backward, begin + 26)
+        handmade.optimizer(writer, begin, 26, 29.9)
+
+    found = explain_traces(gpu_run(tmp_path, step, steps=10)).findings
+    stragglers = {f.late_rank: f.behind for f in found if f.cause == "straggler"}
+    assert stragglers == {1: "compute of the forward", 0: "compute of the backward"}
+
+
 def test_a_value_that_is_on_the_host_already_does_not_stall(tmp_path):
     def host_bound(writer, begin):
         handmade.layers(writer, begin, 0.1, 10)
@@ -100,6 +201,19 @@ def test_two_collectives_at_once_share_the_exposed_time(tmp_path):
     step = explanation.ranks[0].steps[5]
     assert step.account.exposed_ms == pytest.approx(8)
     assert [message.exposed_ms for message in step.messages] == pytest.approx([5, 3])
+
+
+def test_a_collective_within_an_earlier_one_has_no_exposed_time(tmp_path):
+    def nested(writer, begin):
+        handmade.layers(writer, begin, 0.1, 10)
+        writer.all_reduce(begin + 1, begin + 10, begin + 17)
+        writer.launched("ncclDevKernel_SendRecv", begin + 1.1, begin + 12, begin + 15, tid=30)
+        # The device is idle for 1 ms after the earlier one.
+        handmade.layers(writer, begin, 18, 29.9, launched=1.2)
+
+    step = explain_traces(gpu_run(tmp_path, nested)).ranks[0].steps[5]
+    assert step.account.exposed_ms == pytest.approx(7)
+    assert [message.exposed_ms for message in step.messages] == pytest.approx([7, 0])
 
 
 def test_groups_have_bytes_and_bus_bandwidth(tmp_path):
