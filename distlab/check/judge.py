@@ -19,8 +19,8 @@ from distlab.check.signatures import (
     ABSENT,
     ADDED,
     APART,
-    BY_TOKENS,
     BUFFER,
+    BY_TOKENS,
     DECAYED,
     DIVIDED,
     FIRST,
@@ -305,12 +305,15 @@ class Judge:
             return findings
         # A weight cannot be known better than the gradients.
         is_half = any(torch.finfo(expected.dtypes[name]).bits < 32 for name in unknown)
-        signature = _of_weights(weights, 2 if is_half else 3)
+        decimals = 2 if is_half else 3
+        signature = _of_weights(weights, decimals)
         shares = [run.shares[step - 1] for run in self.runs]
         if None not in shares:
             # The weights may add up to another number than 1, such as P.
             by_tokens = [sum(weights) * share for share in shares]
-            if all(agrees(name, by_tokens) for name in unknown):
+            apart = max(abs(one - other) for one, other in zip(weights, by_tokens, strict=True))
+            # In half precision, other weights may agree as well.
+            if apart <= 10**-decimals and all(agrees(name, by_tokens) for name in unknown):
                 signature += BY_TOKENS
         found = []
         for each in findings:
