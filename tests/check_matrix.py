@@ -455,6 +455,13 @@ def scaled_by_rank(name: str, gradient: Tensor, group: Any) -> None:
     gradient *= 1.4 + group.rank()
 
 
+def weighed(name: str, gradient: Tensor, group: Any) -> None:
+    """Let rank 0 weigh 1.6 times what it should, and the others less."""
+    ranks = group.size()
+    gradient *= (1.6 if group.rank() == 0 else 1 - 0.6 / (ranks - 1)) / ranks
+    dist.all_reduce(gradient, group=group)
+
+
 def noisy(name: str, gradient: Tensor, group: Any) -> None:
     """Add noise of a third of the gradient, the same on all ranks."""
     mean(name, gradient, group)
@@ -555,6 +562,16 @@ def update_again(wrapped: Wrapped) -> None:
         for name, parameter in wrapped.module.named_parameters():
             if name in wrapped.kept:
                 parameter.data += parameter.data - wrapped.kept[name]
+
+
+def lr_times_ranks(module: nn.Module, group: Any) -> Any:
+    """Scale the learning rate by the number of ranks."""
+    wrapped = Wrapped(module, group, average)
+
+    def make_optimizer(parameters: Any, cls: Any, lr: float, **options: Any) -> Any:
+        return cls(parameters, lr=group.size() * lr, **options)
+
+    return wrapped, wrapped.finish_gradient_synchronization, make_optimizer
 
 
 @torch.no_grad()
@@ -792,7 +809,7 @@ class Case:
         model: factory that takes a dtype.
         wrap: wrapper, or the name of a strategy.
         right: whether it is right.
-        signatures: the names that are right in fp32; none: any.
+        signatures: the names that are right in fp32, or how they begin; none: any.
         dtypes: in which it is what `right` says.
         least_ranks: number of ranks from which on it is.
         accumulates: whether it is right with several micro-batches per step.
@@ -870,6 +887,8 @@ def _wrong() -> list[Case]:
         wrong("one bias missing", mlp, reducing(one_bias_missing), signatures.OWN),
         wrong("scaled", mlp, reducing(scaled), signatures.SCALED),
         wrong("scaled by rank", mlp, reducing(scaled_by_rank), signatures.APART),
+        wrong("weighed", attention, reducing(weighed), signatures.WEIGHED),
+        wrong("weighed, counted", counted, reducing(weighed), signatures.WEIGHED),
         wrong("noisy", attention, reducing(noisy), signatures.UNKNOWN),
         wrong("one element", mlp, reducing(one_element), signatures.UNKNOWN),
         wrong("in bf16", mlp, reducing(in_bf16), signatures.ROUNDED, dtypes=("fp32",)),
@@ -882,6 +901,12 @@ def _wrong() -> list[Case]:
         wrong("not reset", mlp, finishing(not_reset), signatures.ADDED),
         wrong("averaged over steps", mlp, finishing(averaged_over_steps), signatures.MIXED),
         wrong("stepped twice", mlp, finishing(remember, update_again), signatures.STEPPED_TWICE),
+        wrong(
+            "lr × P",
+            mlp,
+            lr_times_ranks,
+            *(signatures.STEPPED_TWICE_OR_LR, signatures.STEPPED_P_TIMES),
+        ),
         wrong("not stepped", mlp, finishing(remember, undo_update), signatures.NOT_STEPPED),
         wrong("not sent", mlp, finishing(remember, undo_on_last_rank), signatures.NOT_SENT),
         wrong("decay", attention, finishing(decay), signatures.DECAYED),
@@ -960,7 +985,11 @@ def outcome(case: Case, dtype: str, verdict: Any) -> tuple[str, str]:
         return ("right" if good else "FALSE ALARM"), "; ".join(names)
     if verdict.right:
         return "MISSED", ""
-    named = dtype != "fp32" or not case.signatures or set(names) <= set(case.signatures)
+    named = (
+        dtype != "fp32"
+        or not case.signatures
+        or all(name.startswith(case.signatures) for name in names)
+    )
     return ("found" if named else "found, MISNAMED"), "; ".join(names)
 
 

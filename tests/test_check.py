@@ -581,6 +581,17 @@ def computes_in_bf16(module, group):
     return forward, finish
 
 
+def computes_in_fp16(module, group):
+    """The same in fp16."""
+    _, finish = by_hand(module, group)
+
+    def forward(*inputs):
+        with torch.autocast("cpu", dtype=torch.float16):
+            return module(*inputs).float()
+
+    return forward, finish
+
+
 def none_on_the_last(module, group):
     """Average, and then lose the gradients of the last rank."""
     _, average = by_hand(module, group)
@@ -623,6 +634,7 @@ RIGHT = [  # model, wrapper or strategy
 WRONG = {  # wrapper → model, signature, tensors that have it
     "in_bf16": ("mlp", signatures.ROUNDED, None),
     "computes_in_bf16": ("mlp", signatures.LIKE_BF16, None),
+    "computes_in_fp16": ("mlp", signatures.LIKE_FP16, None),
     "none_on_the_last": ("mlp", signatures.ABSENT, None),
     "scaled_by_rank": ("mlp", signatures.APART, None),
     "moves_a_buffer": ("with_statistics", signatures.BUFFER, {"1.running_mean"}),
@@ -675,6 +687,155 @@ def test_right_models_get_no_name_and_wrong_wrappers_theirs(ranks, cases):
         )
         assert not verdict.warning
         assert abs(verdict.loss / verdict.expected_loss - 1) < 0.03  # which nobody would notice
+
+
+# -- mistakes whose name depends on the ranks
+# ----------------------------------------------------------------------------------
+
+
+def weighing(first):
+    """Return a wrapper in which rank 0 weighs 1/P + `first` and the others share the rest."""
+
+    @reduced
+    def reduce(name, gradient, group):
+        ranks = group.size()
+        gradient *= 1 / ranks + (first if group.rank() == 0 else -first / (ranks - 1))
+        dist.all_reduce(gradient, group=group)
+
+    return reduce
+
+
+weighs_a_little = weighing(0.002)
+weighs_more = weighing(0.01)
+weighs_much = weighing(0.1)
+
+
+def weighs_by_tokens(module, group):
+    """Weigh each rank by its share of the targets in the step."""
+    for parameter in module.parameters():
+        dist.broadcast(parameter.data, 0, group)
+    count = torch.zeros(())
+
+    def forward(inputs, targets):
+        count.add_((targets != -100).sum())
+        return module(inputs, targets)
+
+    def finish():
+        total = count.clone()
+        dist.all_reduce(total, group=group)
+        for parameter in module.parameters():
+            parameter.grad *= count / total
+            dist.all_reduce(parameter.grad, group=group)
+        count.zero_()
+
+    return forward, finish
+
+
+def first_micro_batch_weighs_more(module, group):
+    """Weigh the first micro-batch of a step by 1.004. No name is known for that."""
+    _, average = by_hand(module, group)
+    calls = 0
+
+    def forward(*inputs):
+        nonlocal calls
+        calls += 1
+        output = module(*inputs)
+        if calls == 1:
+            output.register_hook(lambda gradient: 1.004 * gradient)
+        return output
+
+    def finish():
+        nonlocal calls
+        calls = 0
+        average()
+
+    return forward, finish
+
+
+@reduced
+def noisy(name, gradient, group):
+    """Add noise of the size of a rounding in bf16, the same on all ranks."""
+    mean(name, gradient, group)
+    generator = torch.Generator().manual_seed(gradient.numel())
+    noise = torch.randn(gradient.shape, generator=generator)
+    gradient += 0.002 * gradient.square().mean().sqrt() * noise
+
+
+def lr_times_ranks(module, group):
+    """Scale the learning rate by the number of ranks."""
+    module, finish = by_hand(module, group)
+
+    def make_optimizer(parameters, cls, lr, **options):
+        return cls(parameters, lr=group.size() * lr, **options)
+
+    return module, finish, make_optimizer
+
+
+def updates_twice(module, group):
+    """Make each update twice."""
+    module, finish = by_hand(module, group)
+
+    def make_optimizer(parameters, cls, **options):
+        optimizer = cls(parameters, **options)
+        optimizer.register_step_post_hook(again)
+        return optimizer
+
+    def again(optimizer, args, options):
+        for parameter in module.parameters():
+            parameter.data -= optimizer.param_groups[0]["lr"] * parameter.grad
+
+    return module, finish, make_optimizer
+
+
+BY_RANKS = [  # model, wrapper, signature at 2 ranks, at 3 ranks
+    *(
+        (
+            model,
+            "weighs_a_little",
+            "ranks weigh 0.502 and 0.498 instead of 1/2 each",
+            "ranks weigh 0.335, 0.332 and 0.332 instead of 1/3 each",
+        )
+        for model in ("mlp", "tokens", "sum_of_targets")
+    ),
+    (
+        "mlp",
+        "weighs_more",
+        "ranks weigh 0.51 and 0.49 instead of 1/2 each",
+        "ranks weigh 0.343, 0.328 and 0.328 instead of 1/3 each",
+    ),
+    (
+        "tokens",
+        "weighs_much",
+        "ranks weigh 0.6 and 0.4 instead of 1/2 each",
+        "ranks weigh 0.433, 0.283 and 0.283 instead of 1/3 each",
+    ),
+    *(
+        (
+            model,
+            "weighs_by_tokens",
+            "ranks weigh 0.618 and 0.382 instead of 1/2 each: by their shares of the tokens",
+            "ranks weigh 0.365, 0.326 and 0.309 instead of 1/3 each: by their shares of the tokens",
+        )
+        for model in ("sum_of_targets", "mean_over_targets")
+    ),
+    ("tokens", "first_micro_batch_weighs_more", signatures.UNKNOWN, signatures.UNKNOWN),
+    ("mlp", "noisy", signatures.UNKNOWN, signatures.UNKNOWN),
+    ("mlp", "lr_times_ranks", signatures.STEPPED_TWICE_OR_LR, signatures.STEPPED_P_TIMES),
+    ("mlp", "updates_twice", signatures.STEPPED_TWICE_OR_LR, signatures.STEPPED_TWICE),
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_names_that_depend_on_the_ranks(ranks):
+    cases = [(model, wrap) for model, wrap, *_ in BY_RANKS]
+    found = run_ranks(verdicts, ranks, cases, (), deadline_s=200)[0]
+    for (model, wrap, *names), verdict in zip(BY_RANKS, found, strict=True):
+        row = f"{model} under {wrap}: {verdict}"
+        # Every tensor is wrong as a whole.
+        assert {(each.signature, each.part) for each in verdict.findings} == {
+            (names[ranks - 2], None)
+        }, row
+        assert len(verdict.findings) == verdict.tensors, row
 
 
 # -- kinds, a few cases of each in `tests/check_matrix.py`

@@ -20,6 +20,7 @@ from distlab.check.signatures import (
     ADDED,
     APART,
     BUFFER,
+    BY_TOKENS,
     DECAYED,
     DIVIDED,
     FIRST,
@@ -48,13 +49,16 @@ from distlab.check.signatures import (
     STATE_OWN,
     STATE_RESET,
     STATE_UNKNOWN,
+    STEPPED_P_TIMES,
     STEPPED_TWICE,
+    STEPPED_TWICE_OR_LR,
     STEPPED_WRONG,
     SUMMED,
     TIED,
     UNKNOWN,
     UNTIED,
     VAGUE,
+    WEIGHED,
     WITH_PARTS,
 )
 from distlab.check.tensors import SLACK, Tensors, per_element, wide
@@ -66,6 +70,8 @@ from distlab.check.weights import IGNORED, TARGETS_ALIKE
 class NothingToCompare(ValueError):
     """The model in one process has no gradient to which another could be compared."""
 
+
+LISTED = 8  # ranks whose weights are written out
 
 # A mistake that was tried: its signature, the values of each rank, and those that it would give.
 Candidate = tuple[str, Tensor, Sequence[Right]]
@@ -250,26 +256,102 @@ class Judge:
                 signature += SEQUENCE
             error = _error(self._seen(step, name), expected.mean(name).value)
             found.append(Finding(name, "gradient", step, error, signature, parts[name]))
-        return self._untied(found)
+        return self._weighed(step, self._untied(found))
 
-    def differs_like(self, other: "Judge", findings: Sequence[Finding]) -> bool:
-        """Return whether all findings are gradients that differ by no more than another reference.
+    def likeness(self, other: "Judge", findings: Sequence[Finding]) -> float:
+        """Return the cosine of the angle between what differs and how another reference differs.
+
+        Computing in the same dtype makes many of the same roundings. The size alone would not do,
+        because any small mistake has the size of a rounding. The result is 0 if a finding is not a
+        gradient without a name, or differs by more than the other reference.
 
         Args:
             other: judge whose reference was computed with more rounding.
             findings: what differs from this judge's reference.
         """
+        product = square = square_of_other = 0.0
         for each in findings:
             # A tensor that has a part or a name is not explained by rounding.
             if each.what != "gradient" or each.part or each.signature not in (ROUNDED, UNKNOWN):
-                return False
+                return 0.0
             right = self.expected[each.step - 1].mean(each.tensor).value
             rounded = other.expected[each.step - 1].mean(each.tensor).value
-            off = (self._seen(each.step, each.tensor) - right).flatten(1).norm(dim=1).max()
+            differences = self._seen(each.step, each.tensor) - right
+            off = differences.flatten(1).norm(dim=1).max()
             # Two ways of computing in bf16 round in different places.
             if not off <= 3 * (rounded - right).norm():
-                return False
-        return True
+                return 0.0
+            # All ranks have the same gradient, so one of them is enough.
+            product += (differences[0] * (rounded - right)).sum().item()
+            square += differences[0].square().sum().item()
+            square_of_other += (rounded - right).square().sum().item()
+        # Neither is 0: each finding differs, and the other reference by a third of it or more.
+        return product / math.sqrt(square * square_of_other)
+
+    def _weighed(self, step: int, findings: list[Finding]) -> list[Finding]:
+        """Rename gradients without a known mistake if they are sums in which ranks weigh unequally.
+
+        All of them must be explained by the same weights.
+        """
+        expected = self.expected[step - 1]
+
+        def agrees(name: str, weights: Sequence[float]) -> bool:
+            right = expected.combination(name, weights)
+            return all(map(right.agrees, self._seen(step, name)))
+
+        unknown = [each.tensor for each in findings if each.signature == UNKNOWN]
+        weights = self._fitted_weights(step, unknown)
+        if weights is None or not all(agrees(name, weights) for name in unknown):
+            return findings
+        # A weight cannot be known better than the gradients.
+        is_half = any(torch.finfo(expected.dtypes[name]).bits < 32 for name in unknown)
+        decimals = 2 if is_half else 3
+        signature = _of_weights(weights, decimals)
+        shares = [run.shares[step - 1] for run in self.runs]
+        if None not in shares:
+            # The weights may add up to another number than 1, such as P.
+            by_tokens = [sum(weights) * share for share in shares]
+            apart = max(abs(one - other) for one, other in zip(weights, by_tokens, strict=True))
+            # In half precision, other weights may agree as well.
+            if apart <= 10**-decimals and all(agrees(name, by_tokens) for name in unknown):
+                signature += BY_TOKENS
+        found = []
+        for each in findings:
+            # Where one rank alone has a gradient, its weight scales the mean.
+            is_vague = each.signature in (UNKNOWN, ROUNDED, SCALED)
+            if is_vague and agrees(each.tensor, weights):
+                each = replace(each, signature=signature, part=None)
+            found.append(each)
+        return found
+
+    def _fitted_weights(self, step: int, names: Sequence[str]) -> list[float] | None:
+        """Return the ranks' weights that come nearest to the gradients of some parameters.
+
+        None if the weights explain little of the difference.
+        """
+        expected = self.expected[step - 1]
+        ranks = expected.ranks
+        # Least squares with one unknown per rank: its weight minus 1/P.
+        products = torch.zeros(ranks, ranks, dtype=torch.float64)
+        wanted = torch.zeros(ranks, 1, dtype=torch.float64)
+        square, elements = 0.0, 0
+        for name in names:
+            own = torch.stack([rank[name].own.flatten() for rank in expected.of_ranks])
+            difference = self._seen(step, name)[0].flatten() - expected.mean(name).value.flatten()
+            products += own @ own.T
+            wanted += own @ difference[:, None]
+            square += difference.square().sum().item()
+            elements += difference.numel()
+        # With few elements, P weights can always be fitted.
+        if elements < 4 * ranks:
+            return None
+        # Ranks with equal gradients leave this matrix singular, which only gelsd allows.
+        unequal = torch.linalg.lstsq(products, wanted, driver="gelsd").solution
+        explained = (unequal * wanted).sum().item()
+        # The tolerance of large weights is large, so the fit must also halve the difference twice.
+        if not square - explained <= square / 16:
+            return None
+        return [1 / ranks + each for each in unequal.flatten().tolist()]
 
     def _untied(self, findings: list[Finding]) -> list[Finding]:
         """Rename gradients without a known mistake if a tied weight was replaced."""
@@ -707,8 +789,11 @@ class Judge:
         def updated(times: float) -> Right:
             return _updated(before, changes[0], times, dtype)
 
+        ranks = len(after)
         if all(map(updated(2).agrees, after)):
-            return STEPPED_TWICE
+            return STEPPED_TWICE_OR_LR if ranks == 2 else STEPPED_TWICE
+        if all(map(updated(ranks).agrees, after)):
+            return STEPPED_P_TIMES
         if all(map(updated(0).agrees, after)):
             return NOT_STEPPED
         if self._decayed(before, after, changes[0].value, updated, dtype):
@@ -790,6 +875,25 @@ def _updated(before: Tensor, change: Right, times: float, dtype: torch.dtype) ->
     rms = rounding.square().mean().sqrt().item() + abs(times) * change.rms
     # The smallest bounds keep an exact value of 0 from being refused.
     return Right(value, 2 * rounding + abs(times) * change.element + 1e-30, rms + 1e-30)
+
+
+def _of_weights(weights: Sequence[float], decimals: int) -> str:
+    """Return a signature that says how much each rank weighs.
+
+    Args:
+        weights: weight of each rank in a sum that should be a mean.
+        decimals: least number of decimals. More are shown where all weights are near the right one.
+    """
+    ranks = len(weights)
+    apart = max(abs(weight - 1 / ranks) for weight in weights)
+    decimals = max(decimals, math.ceil(-math.log10(apart)))
+    shown = [f"{round(weight, decimals):g}" for weight in weights]
+    if ranks > LISTED:
+        least, most = min(weights), max(weights)
+        listed = f"from {round(least, decimals):g} to {round(most, decimals):g}"
+    else:
+        listed = f"{', '.join(shown[:-1])} and {shown[-1]}"
+    return f"{WEIGHED} {listed} instead of 1/{ranks} each"
 
 
 def _equal(first: Tensors, second: Tensors) -> bool:

@@ -212,6 +212,7 @@ class Run:
     Attributes:
         sums: for each step, sums by parameter.
         at_end: for each step, see `Weights`.
+        shares: for each step, this rank's share of all tokens, see `Weights`.
         states: for each step, the buffers before each micro-batch and after the last.
         loss: loss of the last step.
         micro_batches: number per step.
@@ -221,6 +222,7 @@ class Run:
 
     sums: list[dict[str, Sums]]
     at_end: list[float]
+    shares: list[float | None]
     states: list[list[Tensors]]
     loss: float
     micro_batches: int
@@ -322,7 +324,7 @@ class Copy:
         # On rank 0 all policies are the same: the buffers are its own.
         if own.is_main:
             policy = OWN_BUFFERS
-        all_sums, all_states, at_end, loss = [], [], [], 0.0
+        all_sums, all_states, at_end, shares, loss = [], [], [], [], 0.0
         traces = (Trace(self.module), Trace(self.module))
         before = initial
         for number, micro_batches in enumerate(steps):
@@ -353,11 +355,12 @@ class Copy:
                 )
             all_sums.append(sums)
             at_end.append(weights.at_end)
+            shares.append(weights.share)
             all_states.append(states)
             # The next step starts from the buffers that this one has left.
             before = states[-1]
         calls = (traces[0].calls, traces[1].calls)
-        return Run(all_sums, at_end, all_states, loss, len(steps[0]), calls)
+        return Run(all_sums, at_end, shares, all_states, loss, len(steps[0]), calls)
 
     def _step(
         self,

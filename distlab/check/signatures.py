@@ -25,6 +25,9 @@ SEQUENCE = ", in vectors only, as where a rank has a part of the sequence"
 MEANS = "mean of means: micro-batches (or ranks) weigh alike, tokens do not"
 ROUNDED = "within the rounding of bf16: computed or reduced in half precision"
 LIKE_BF16 = "near the right one, as if computed in bf16: by autocast?"
+LIKE_FP16 = "near the right one, as if computed in fp16: by autocast?"
+WEIGHED = "ranks weigh"  # before their weights
+BY_TOKENS = ": by their shares of the tokens"  # after their weights
 OTHER_TENSOR = "mixed with another tensor's: sent in another order"
 ABSENT = "zero, or none, on some rank"
 APART = "ranks differ from one another"
@@ -33,6 +36,11 @@ UNKNOWN = "the same on all ranks, and no known mistake"
 STALE = "right in step 1, not in step 2: weights of before the step"
 NOT_SENT = "gradients are right, and ranks differ after the step: update not sent"
 STEPPED_TWICE = "gradients are right, and the update was made twice"
+# With two ranks, the two mistakes give the same values.
+STEPPED_TWICE_OR_LR = STEPPED_TWICE + ", or the learning rate is × P"
+STEPPED_P_TIMES = (
+    "gradients are right, and the update was made P times, or the learning rate is × P"
+)
 NOT_STEPPED = "gradients are right, and no update was made"
 DECAYED = "gradients are right, and the value also shrinks: a decay that was not asked for"
 STEPPED_WRONG = "gradients are right, the value after the step is not"
@@ -54,4 +62,4 @@ VAGUE = (SHARE, APART, UNKNOWN, STEPPED_WRONG)
 WITH_PARTS = (*VAGUE, NOT_A_NUMBER, NOT_SENT)
 # They were seen in some elements, and not computed for each of them.
 SEEN = (NOT_BROADCAST, NOT_A_NUMBER, NOT_SENT, ABSENT)
-UNNAMED = (ROUNDED, LIKE_BF16, APART, UNKNOWN)  # may be a consequence of another mistake
+UNNAMED = (ROUNDED, LIKE_BF16, LIKE_FP16, APART, UNKNOWN)  # may be a consequence of another mistake

@@ -47,11 +47,14 @@ class Weights:
         at_end: part of it by which the training step multiplies the averaged gradients, after the
             wrapper has finished.
         others: the same under another weighing, by its name. Empty where it would give the same.
+        share: fraction of all counted examples or tokens that this rank has. None where all
+            micro-batches have the same number, or where the number is not known.
     """
 
     right: list[float]
     at_end: float
     others: Mapping[str, list[float]]
+    share: float | None
 
 
 def seen_in(micro_batches: Sequence[Any], counts: list[float | None]) -> Seen:
@@ -87,7 +90,7 @@ def weights_of(everyone: Sequence[Seen], rank: int) -> Weights:
     right = [at_end] * number
     # With equal counts all weighings give the same gradient, so no mistake can be seen.
     if _all_equal(counts):
-        return Weights(right, at_end, {})
+        return Weights(right, at_end, {}, None)
     of_rank = sum(counts[rank])
     of_turns = [sum(turn) for turn in zip(*counts, strict=True)]
     others = {
@@ -95,7 +98,7 @@ def weights_of(everyone: Sequence[Seen], rank: int) -> Weights:
         RANKS_ALIKE: [_quotient(1, of_rank)] * number,
         TURNS_ALIKE: [_quotient(ranks / number, count) for count in of_turns],
     }
-    return Weights(right, at_end, others)
+    return Weights(right, at_end, others, _quotient(of_rank, total))
 
 
 def _of_means(everyone: Sequence[Seen], rank: int) -> Weights:
@@ -117,10 +120,11 @@ def _of_means(everyone: Sequence[Seen], rank: int) -> Weights:
             of_rank.append(sum(counted))
         counts.append(of_rank)
     if not positions or _all_equal(counts):
-        return Weights(right, 1.0, {})
+        return Weights(right, 1.0, {}, None)
     total = sum(map(sum, counts))
     factor = _quotient(len(counts) * number, total)
-    return Weights(right, 1.0, {TARGETS_ALIKE: [count * factor for count in counts[rank]]})
+    others = {TARGETS_ALIKE: [count * factor for count in counts[rank]]}
+    return Weights(right, 1.0, others, _quotient(sum(counts[rank]), total))
 
 
 def _all_equal(counts: Sequence[Sequence[float]]) -> bool:
