@@ -193,6 +193,27 @@ def _subtracted_by_attention(tensors: Sequence[Tensor], result: Tensor, upstream
     return max(of_query, of_key) / result.shape[-1] ** 0.5
 
 
+def _subtracted_by_layer_norm(tensors: Sequence[Tensor], result: Tensor, upstream: Tensor) -> float:
+    """Return how large the gradient of x is before its mean and its part along x are subtracted.
+
+    In a row of one element they are equal, and a fused multiply-add leaves their rounding.
+    """
+    x, weight = (tensor.detach().cpu().double() for tensor in tensors[:2])
+    return _of_rows(x.var(-1, correction=0), weight, upstream)
+
+
+def _subtracted_by_rms_norm(tensors: Sequence[Tensor], result: Tensor, upstream: Tensor) -> float:
+    """Return how large the gradient of x is before its part along x is subtracted."""
+    x, weight = (tensor.detach().cpu().double() for tensor in tensors[:2])
+    return _of_rows(x.square().mean(-1), weight, upstream)
+
+
+def _of_rows(square: Tensor, weight: Tensor, upstream: Tensor) -> float:
+    """Return the largest |g·weight|/√(square + eps), from the mean square of each row."""
+    scaled = (upstream.detach().cpu().double() * weight).abs().amax(-1)
+    return (scaled * torch.rsqrt(square + EPS)).max().item()
+
+
 def _even_width(sizes: Sizes) -> bool:
     return sizes["D"] % 2 == 0
 
@@ -259,6 +280,7 @@ OPERATIONS: dict[str, Operation] = {
             arguments=(X, WEIGHT, Argument("bias", ("D",), "small")),
             exact=_layer_norm,
             formula=reference.layer_norm,
+            subtracted=_subtracted_by_layer_norm,
             sizes=ROW_SIZES,
         ),
         Operation(
@@ -267,6 +289,7 @@ OPERATIONS: dict[str, Operation] = {
             about="RMSNorm with eps 1e-5",
             arguments=(X, WEIGHT),
             exact=_rms_norm,
+            subtracted=_subtracted_by_rms_norm,
             sizes=ROW_SIZES,
         ),
         Operation(

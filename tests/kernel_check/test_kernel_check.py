@@ -58,6 +58,40 @@ def test_a_textbook_layer_norm_is_right_where_torchs_own_rounds_little(monkeypat
     assert report.is_right, report
 
 
+class FusedLayerNorm(torch.autograd.Function):
+    """A LayerNorm whose backward rounds g·weight − mean once, as a fused multiply-add does."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        x32 = x.float()
+        mean = x32.mean(-1, keepdim=True)
+        scale = torch.rsqrt((x32 - mean).square().mean(-1, keepdim=True) + 1e-5)
+        ctx.save_for_backward(x, weight, mean, scale)
+        return ((x32 - mean) * scale * weight.float() + bias.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight, mean, scale = ctx.saved_tensors
+        normed = (x.float() - mean) * scale
+        scaled = gradient.float() * weight.float()
+        along_x = normed * (normed * scaled).mean(-1, keepdim=True)
+        exact_scaled = gradient.double() * weight.double()
+        centred = (exact_scaled - scaled.mean(-1, keepdim=True).double()).float()
+        rows = tuple(range(x.ndim - 1))
+        return (
+            ((centred - along_x) * scale).to(x.dtype),
+            (gradient.float() * normed).sum(rows).to(weight.dtype),
+            gradient.float().sum(rows).to(weight.dtype),
+        )
+
+
+# Regression: in a row of one element, g·weight and its mean are equal. A GPU's fused multiply-add
+# leaves a rounding of 316 times their size, and a right kernel was called wrong.
+def test_a_fused_multiply_add_in_a_layer_norm_is_right():
+    report = check_kernel(FusedLayerNorm, "layer_norm", device="cpu")
+    assert report.is_right, report
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU does not interpret kernels")
 @pytest.mark.parametrize(
     "name",
