@@ -21,7 +21,8 @@ from distlab.report.table import Column, by_machine, is_number, render, shared_o
 if TYPE_CHECKING:
     from distlab.report.view import View
 
-MOST_COLUMNS = 14  # beside a row's name
+MOST_COLUMNS = 14  # in addition to those of a row's name
+MOST_NAMES = 4  # columns that may name a row
 
 
 def page(
@@ -99,9 +100,9 @@ def _parts(columns: Sequence[Column]) -> list[list[Column]]:
     Many columns are split into parts above one another, and each part begins with the columns that
     name the row.
     """
-    # The name of a row takes two columns if another one, such as the shape, comes before the
-    # variant.
-    names = 2 if "variant" in (column.key for column in columns[1:2]) else 1
+    # The name of a row ends with the variant, which the shape, the dtype or the direction precede.
+    keys = [column.key for column in columns[:MOST_NAMES]]
+    names = keys.index("variant") + 1 if "variant" in keys else 1
     starts = range(names, max(len(columns), names + 1), MOST_COLUMNS)
     return [[*columns[:names], *columns[start : start + MOST_COLUMNS]] for start in starts]
 

@@ -14,7 +14,7 @@ import pytest
 
 from distlab.report import Column, Record, View, read_json, write
 from distlab.report.charts import stacked_bars
-from distlab.report.page import _setup
+from distlab.report.page import _parts, _setup
 from distlab.report.table import by_machine
 from distlab.report.terminal import say
 from distlab.report.view import headline_from
@@ -194,6 +194,16 @@ def test_a_table_of_many_columns_is_not_cut(tmp_path):
     script = """[...document.querySelectorAll(".scroll")].map(each =>
       [each.scrollWidth <= each.clientWidth, each.querySelectorAll("th").length])"""
     assert visit(page, script, width=1400).answer == [[True, 15], [True, 15], [True, 4]]
+
+
+# Regression: below the first part of a table, rows that differed in dtype and variant had one name.
+def test_each_part_of_a_table_names_its_rows():
+    values = [Column(f"metrics.m{number}", f"m{number}") for number in range(30)]
+    named = [Column("shape", "shape"), Column("dtype", "dtype"), Column("variant", "variant")]
+    parts = _parts([*named, *values])
+    assert len(parts) == 3 and all(part[:3] == named for part in parts)
+    assert [column for part in parts for column in part[3:]] == values
+    assert [part[0] for part in _parts(values)] == [values[0]] * len(_parts(values))
 
 
 def test_saved_records_are_drawn_anew_without_measuring(page, tmp_path, capsys, monkeypatch):
