@@ -21,7 +21,7 @@ from distlab.report.table import Column, by_machine, is_number, render, shared_o
 if TYPE_CHECKING:
     from distlab.report.view import View
 
-MOST_COLUMNS = 14  # in addition to those of a row's name
+MOST_COLUMNS = 15  # with those of a row's name
 MOST_NAMES = 4  # columns that may name a row
 
 
@@ -103,8 +103,9 @@ def _parts(columns: Sequence[Column]) -> list[list[Column]]:
     # The name of a row ends with the variant, which the shape, the dtype or the direction precede.
     keys = [column.key for column in columns[:MOST_NAMES]]
     names = keys.index("variant") + 1 if "variant" in keys else 1
-    starts = range(names, max(len(columns), names + 1), MOST_COLUMNS)
-    return [[*columns[:names], *columns[start : start + MOST_COLUMNS]] for start in starts]
+    others = MOST_COLUMNS - names
+    starts = range(names, max(len(columns), names + 1), others)
+    return [[*columns[:names], *columns[start : start + others]] for start in starts]
 
 
 def _table(records: Records, columns: Sequence[Column]) -> dict[str, Any]:
