@@ -271,8 +271,8 @@ class FSDP(DataParallel):
 
     A unit is whole while it computes, and while the one before does.
 
-    compute         │    A    │    B    │    B'   │    A'   │      │ optimizer │
-    communication   │ag A│ag B│         │ag B│ag A│rs B     │ rs A │           │
+    compute         │    │    A    │    B    │    │    B'   │    A'   │      │ optimizer │
+    communication   │ag A│ag B│              │ag B│ag A│    │rs B     │ rs A │           │
 
     Modules in a `ModuleList` are units, called in its order; other parameters are unit 0, whole
     until backward ends. Backward has left a unit when it reaches the one before, whatever a rank
