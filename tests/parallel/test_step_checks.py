@@ -399,3 +399,12 @@ def test_gradients_are_half_edited_after_a_block_that_raised(context):
             raise KeyError
         with unchanged(wrapper), pytest.raises(RuntimeError, match="elementwise_gradient_edits"):
             optimizer.step()
+
+
+@on_two_ranks
+def test_an_embedding_that_renormalises_its_rows_is_refused_on_several_ranks(context):
+    """Each rank would renormalise the rows of its own batch, and the weights would differ."""
+    for name in ("naive", "flat", "overlap", "bucketed", "sharded-optimizer"):
+        module = nn.Sequential(nn.Embedding(5, 4, max_norm=0.5))
+        with pytest.raises(ValueError, match=r"DDP: '0' renormalises its rows.*leave max_norm out"):
+            get_strategy(name).build(module, context.group, torch.optim.SGD, {"lr": 0.1})
