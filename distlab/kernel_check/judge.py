@@ -34,11 +34,11 @@ OF_LARGEST = 0.05
 # subtracts equal numbers, as attention does for a query with one key. The exact gradient is then 0,
 # and so is that of torch's own operation.
 OF_LARGEST_GRADIENT = 1.0
-# Error of a gradient that is allowed relative to the largest upstream gradient, times what cancels
-# (`Operation.cancelling`), in units of fp32's eps, in which kernels compute. Softmax that is
-# differentiated through the maximum collects the rounding of a whole row in one element. 2 is the
-# largest seen, of rows of up to 1,000 elements.
-OF_UPSTREAM = 4
+# Error of a gradient that is allowed relative to what cancels (`Operation.cancelling`), in units of
+# fp32's eps, in which kernels compute. Softmax that is differentiated through the maximum collects
+# the rounding of a whole row in one element. 2 is the largest seen, of rows of up to 1,000
+# elements.
+OF_CANCELLED = 4
 
 # What is wrong after an illegal or misaligned access on a GPU. The process can compute no more.
 BREAKS_GPU = "breaks the GPU's context"
@@ -403,7 +403,8 @@ class Expected:
             self.of_weights = torch.finfo(torch.float32).eps * logit
         if case.upstream is not None:
             upstream = [upstream_of(result, case) for result in self.usual[0].results]
-            self.cancelled = operation.cancelling * max(map(_largest, upstream))
+            if operation.cancelling is not None:
+                self.cancelled = operation.cancelling(tensors, upstream[0])
             if operation.subtracted is not None:
                 (result,) = self.exact.results
                 self.subtracted = operation.subtracted(tensors, result, upstream[0])
@@ -446,7 +447,7 @@ class Expected:
         eps = ROUNDINGS[self.dtype] * torch.finfo(self.dtype).eps
         largest = max([self.subtracted, *map(_largest, self.exact.gradients.values())])
         of_largest = (OF_LARGEST_GRADIENT * eps + self.of_weights) * largest
-        of_upstream = OF_UPSTREAM * torch.finfo(torch.float32).eps * self.cancelled
+        of_cancelled = OF_CANCELLED * torch.finfo(torch.float32).eps * self.cancelled
         for name, gradient in found.gradients.items():
             where = f"gradient of {name}"
             if gradient is None:
@@ -458,7 +459,7 @@ class Expected:
                 self.near.gradients[name],
                 [usual.gradients[name] for usual in self.usual],
                 self.dtype,
-                of_all=of_largest + of_upstream,
+                of_all=of_largest + of_cancelled,
             )
 
 

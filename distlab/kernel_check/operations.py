@@ -80,16 +80,16 @@ class Operation:
         values: kinds of values, see `hostile._values`.
         is_valid: function that says whether sizes go together.
         rows: name of the size that is also tried at `TALL_ROWS`.
-        cancelling: sum of derivatives that the backward of a row subtracts from an equal sum, where
-            no gradient says how large it is. Softmax has y·g − y·Σ(y·g), and its y add up to 1. If
-            all g are equal, every gradient is 0, and what is left is rounding. 0 if nothing cancels
-            or the gradient of another argument is as large, as that of the weight in norms.
+        cancelling: function of the tensors and the upstream gradient that returns the size of what
+            the backward of a row subtracts from an equal number, in fp32. Softmax has
+            y·g − y·Σ(y·g), and its y add up to 1. If all g are equal, every gradient is 0, and what
+            is left is rounding. None if nothing cancels.
         largest_logit: function of the tensors that returns the absolute value of the largest number
             whose exponential is a weight. A rounding of it in fp32 changes the weight by as much,
             relative to the weight. None where the results are the weights, as in softmax.
         subtracted: function of the tensors, the result and the upstream gradient that returns the
-            size of what the backward subtracts from an equal number. None where `cancelling` or
-            another gradient says it.
+            size of what the backward subtracts from an equal number, in the dtype of the case. None
+            where `cancelling` or another gradient says it.
         options: name → value that the function is called with, see `judge.call_of`.
         layouts: layouts of the arguments with the role `values`, see `hostile.laid_out`.
     """
@@ -103,7 +103,7 @@ class Operation:
     values: tuple[str, ...] = ("normal", "ascending", "mean 1,000", "±50", "tiny", "zeros", "large")
     is_valid: Callable[[Sizes], bool] = lambda sizes: True
     rows: str = "N"
-    cancelling: float = 0.0
+    cancelling: Callable[[Sequence[Tensor], Tensor], float] | None = None
     formula: Callable[..., Result] | None = None
     largest_logit: Callable[[Sequence[Tensor]], float] | None = None
     subtracted: Callable[[Sequence[Tensor], Tensor, Tensor], float] | None = None
@@ -193,7 +193,12 @@ def _subtracted_by_attention(tensors: Sequence[Tensor], result: Tensor, upstream
     return max(of_query, of_key) / result.shape[-1] ** 0.5
 
 
-def _subtracted_by_layer_norm(tensors: Sequence[Tensor], result: Tensor, upstream: Tensor) -> float:
+def _largest_upstream(tensors: Sequence[Tensor], upstream: Tensor) -> float:
+    """Return the largest |g|."""
+    return upstream.abs().max().item()
+
+
+def _cancelling_in_layer_norm(tensors: Sequence[Tensor], upstream: Tensor) -> float:
     """Return how large the gradient of x is before its mean and its part along x are subtracted.
 
     In a row of one element they are equal, and a fused multiply-add leaves their rounding.
@@ -202,7 +207,7 @@ def _subtracted_by_layer_norm(tensors: Sequence[Tensor], result: Tensor, upstrea
     return _of_rows(x.var(-1, correction=0), weight, upstream)
 
 
-def _subtracted_by_rms_norm(tensors: Sequence[Tensor], result: Tensor, upstream: Tensor) -> float:
+def _cancelling_in_rms_norm(tensors: Sequence[Tensor], upstream: Tensor) -> float:
     """Return how large the gradient of x is before its part along x is subtracted."""
     x, weight = (tensor.detach().cpu().double() for tensor in tensors[:2])
     return _of_rows(x.square().mean(-1), weight, upstream)
@@ -262,7 +267,7 @@ OPERATIONS: dict[str, Operation] = {
             exact=_softmax,
             sizes=ROW_SIZES,
             values=LOGITS,
-            cancelling=1.0,
+            cancelling=_largest_upstream,
         ),
         Operation(
             name="weighted_sum",
@@ -280,7 +285,7 @@ OPERATIONS: dict[str, Operation] = {
             arguments=(X, WEIGHT, Argument("bias", ("D",), "small")),
             exact=_layer_norm,
             formula=reference.layer_norm,
-            subtracted=_subtracted_by_layer_norm,
+            cancelling=_cancelling_in_layer_norm,
             sizes=ROW_SIZES,
         ),
         Operation(
@@ -289,7 +294,7 @@ OPERATIONS: dict[str, Operation] = {
             about="RMSNorm with eps 1e-5",
             arguments=(X, WEIGHT),
             exact=_rms_norm,
-            subtracted=_subtracted_by_rms_norm,
+            cancelling=_cancelling_in_rms_norm,
             sizes=ROW_SIZES,
         ),
         Operation(

@@ -92,6 +92,23 @@ def test_a_fused_multiply_add_in_a_layer_norm_is_right():
     assert report.is_right, report
 
 
+def casts_twice(x, weight, bias):
+    """Return LayerNorm by a formula whose autograd adds two parts of the gradient in x's dtype."""
+    centred = x.float() - x.float().mean(-1, keepdim=True)
+    scale = torch.rsqrt((centred * centred).mean(-1, keepdim=True) + 1e-5)
+    return (centred * scale * weight.float() + bias.float()).to(x.dtype)
+
+
+# What is subtracted is allowed a rounding of fp32, and not one of the dtype of the input.
+def test_a_gradient_that_is_added_up_in_half_precision_is_wrong():
+    case = hostile.Case("layer_norm", (("N", 3), ("D", 2)), "bf16", "zeros", upstream="expanded")
+    statuses = set()
+    for seed in range(20):
+        drawn = replace(case, seed=seed)
+        statuses.add(judge.judge(casts_twice, OPERATIONS["layer_norm"], drawn, CPU).status)
+    assert "wrong" in statuses
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU does not interpret kernels")
 @pytest.mark.parametrize(
     "name",
