@@ -58,6 +58,7 @@ from distlab.report import (
     Panel,
     Series,
     fastest,
+    furthest_behind,
     grouped,
     host_bound,
     interval_of,
@@ -465,17 +466,22 @@ def warm(config: AttentionSweepConfig, device: str) -> None:
 
 
 def crossovers(records: list[Record]) -> list[str]:
-    """Name the rows that are faster than ours by wall time, and count the undecided ones."""
+    """Count the peers that are faster than ours by wall time and the undecided ones. Name some."""
     compared = [r for r in records if is_peer(r) and "ours_over_wall" in r.metrics]
     slower = [record for record in compared if verdict_of(record, "ours_over_wall") == SLOWER]
     unclear = [record for record in compared if verdict_of(record, "ours_over_wall") == UNCLEAR]
     found = []
     if slower:
-        names = [
-            f"{r.config['shape']} ({r.variant}, ours / it {with_interval(r, 'ours_over_wall')})"
-            for r in slower
-        ]
-        found.append(f"A peer is faster at {', '.join(names)}.")
+        slower_by = []  # ratio and name of each
+        for record in slower:
+            where = f"{record.config['shape']} {record.config['dtype']}"
+            measured = with_interval(record, "ours_over_wall")
+            name = f"{where} ({record.variant}, ours / it {measured})"
+            slower_by.append((record.metrics["ours_over_wall"], name))
+        found.append(
+            f"By the wall, a peer is faster in {len(slower)} of {len(compared)} rows of peers"
+            f"{furthest_behind(slower_by)}."
+        )
     if unclear:
         found.append(
             f"This run cannot tell which is faster in {len(unclear)} of {len(compared)} rows of "

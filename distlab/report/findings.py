@@ -13,6 +13,7 @@ from distlab.report.table import is_number
 
 FASTER, SLOWER, UNCLEAR = "faster", "slower", "unclear"
 MORE_ROUNDS = "more --rounds, or a machine that does nothing else"
+NAMED_ROWS = 4  # slower rows that a finding names; the table has all of them
 
 
 def interval_of(record: Record, name: str) -> Measured | None:
@@ -43,6 +44,19 @@ def with_interval(record: Record, name: str, form: str = ".2f") -> str:
         # A ratio without an interval is shown, but marked.
         return f"{record.metrics[name]:{form}} (no interval)"
     return f"{found.ratio:{form}} (95 %: {found.low:{form}} to {found.high:{form}})"
+
+
+def furthest_behind(slower_by: list[tuple[float, str]]) -> str:
+    """Name the rows furthest behind, to follow a count of rows: `: a, b`.
+
+    Args:
+        slower_by: ratio and name of each slower row.
+    """
+    if not slower_by:
+        return ""
+    worst = [name for _, name in sorted(slower_by, reverse=True)[:NAMED_ROWS]]
+    start = ":" if len(slower_by) <= NAMED_ROWS else ". Furthest behind:"
+    return f"{start} {', '.join(worst)}"
 
 
 def why_unclear(records: Records, name: str, remedy: str = MORE_ROUNDS) -> str:

@@ -16,6 +16,7 @@ from distlab.report import (
     UNCLEAR,
     clearly_longer,
     fastest,
+    furthest_behind,
     host_bound,
     interval_of,
     noise_of,
@@ -154,9 +155,6 @@ def yours(records: Sequence[Record]) -> list[str]:
     return lines
 
 
-NAMED_ROWS = 4  # slower rows that a finding names; the table has all of them
-
-
 def _against_peers(records: Sequence[Record], how: str, ratio: str, clock: str) -> str:
     """Count the rows in which ours is faster and slower than the fastest peer.
 
@@ -185,11 +183,7 @@ def _against_peers(records: Sequence[Record], how: str, ratio: str, clock: str) 
     compared = faster + len(found[SLOWER]) + len(unclear)
     if not compared:
         return ""
-    slower = f"slower in {len(slower_by)}"
-    if slower_by:
-        worst = [name for _, name in sorted(slower_by, reverse=True)[:NAMED_ROWS]]
-        all_named = len(slower_by) <= NAMED_ROWS
-        slower += f"{':' if all_named else '. Furthest behind:'} {', '.join(worst)}"
+    slower = f"slower in {len(slower_by)}{furthest_behind(slower_by)}"
     line = f"{how} ours is faster than the fastest peer in {faster} of {compared} rows, {slower}."
     if unclear:
         line += f" In {len(unclear)} this run cannot tell. {why_unclear(unclear, ratio)}"

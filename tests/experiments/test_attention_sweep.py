@@ -84,7 +84,8 @@ def test_peers_that_are_faster_are_named_and_the_mean_is_of_all_shapes():
     for number, (low, high) in enumerate([(0.88, 0.92), (0.85, 0.95), (0.99, 2.1), (1.01, 1.6)]):
         rows[number].metrics.update(ours_over_wall_low=low, ours_over_wall_high=high)
     assert sweep.crossovers(rows) == [
-        "A peer is faster at 1x1x8x8 (sdpa, ours / it 1.50 (95 %: 1.01 to 1.60)).",
+        "By the wall, a peer is faster in 1 of 4 rows of peers: 1x1x8x8 bfloat16 (sdpa, ours / it "
+        "1.50 (95 %: 1.01 to 1.60)).",
         "This run cannot tell which is faster in 1 of 4 rows of peers, by the wall. Noise is up to "
         "± 50 %: try more --rounds, or a machine that does nothing else.",
     ]
@@ -93,6 +94,18 @@ def test_peers_that_are_faster_are_named_and_the_mean_is_of_all_shapes():
     assert f"2.080 on the device, {by_the_wall}: geometric means of 3 shapes" in headline
     table = sweep.EXPERIMENT.view.table(rows)
     assert "1.50 behind" in table and "2.00 behind" not in table
+
+
+def test_of_many_faster_peers_the_four_furthest_ahead_are_named():
+    rows = [row("sdpa", f"1x1x{n}x8", wall=1 + n / 10) for n in range(1, 7)]
+    for each in rows:
+        ratio = each.metrics["ours_over_wall"]
+        each.metrics.update(ours_over_wall_low=ratio - 0.05, ours_over_wall_high=ratio + 0.05)
+    (line,) = sweep.crossovers(rows)
+    assert line.startswith("By the wall, a peer is faster in 6 of 6 rows of peers. Furthest behind")
+    places = [line.find(f"1x1x{n}x8 bfloat16") for n in (6, 5, 4, 3)]
+    assert -1 not in places and places == sorted(places)
+    assert "1x1x2x8" not in line
 
 
 def test_noise_puts_ours_behind_no_peer(few_resamples):
