@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from distlab.comm.subgroups import hybrid_mesh
 from distlab.parallel.checks import refuse_cut_matrices, takes_shards
 from distlab.parallel.context_parallel import Parts, share_sequences
-from distlab.parallel.layout import DATA_PARALLEL, Axes, Layout
+from distlab.parallel.layout import DATA_PARALLEL, Layout
 from distlab.parallel.local_optimizer import LocalOptimizer, Params
 from distlab.parallel.meta import materialize, reset_parameters
 from distlab.parallel.model import ParallelModel
@@ -220,11 +220,10 @@ class Strategy:
 
         # Pipeline first: it keeps the blocks of this rank's stages, and the other steps work on
         # those alone.
-        pipeline: Pipeline | TorchPipeline | None = None
-        if axes.pipeline is not None and by_torch:
-            pipeline = TorchPipeline(axes.pipeline, module, layout.schedule, layout.stages)
-        elif axes.pipeline is not None:
-            pipeline = _connected_pipeline(module, axes, layout)
+        pipeline = None
+        if axes.pipeline is not None:
+            runner = TorchPipeline if by_torch else Pipeline
+            pipeline = runner(axes, module)
 
         # Context: attention exchanges keys and values with the ranks that share the sequences. No
         # peer reaches this line (`refusal`).
@@ -279,13 +278,6 @@ class Strategy:
         if holds_slices and not takes_shards(optimizer_cls):
             watch_states(optimizer)
         return model, optimizer
-
-
-def _connected_pipeline(module: nn.Module, axes: Axes, layout: Layout) -> Pipeline:
-    """Leave this rank's stages in the module, and connect them to those of other ranks."""
-    pipeline = Pipeline(axes.pipeline, module, layout.schedule, layout.stages, layout.tensor)
-    pipeline.connect(axes.pipelines, axes.world)
-    return pipeline
 
 
 def _initialization(

@@ -34,6 +34,7 @@ from torch.distributed import ProcessGroup, Work
 from distlab.comm import collectives
 from distlab.comm.subgroups import groups_of
 from distlab.comm.wait_diagnostics import wait_for_message
+from distlab.parallel.layout import Axes
 from distlab.parallel.model import ParallelModel
 from distlab.parallel.schedules import CHUNKS, SCHEDULES, Action, check
 
@@ -69,28 +70,43 @@ class Staged(Protocol):
 # -- the stages -----------------------------------------------------------------------------------
 
 
-def stage_blocks(model: Any, ranks: int, schedule: str, sizes: Sequence[int] = ()) -> list[range]:
-    """Return the blocks of each stage.
+class StageRunner:
+    """The stages of a pipeline, of which this rank keeps its own. A subclass runs them.
 
     Args:
-        model: see `Staged`.
-        ranks, schedule, sizes: see `stage_sizes`.
+        axes: process groups of this rank, and the layout with the schedule and sizes of stages.
+        model: the whole model, see `Staged`. Only this rank's blocks are kept.
+
+    Attributes:
+        group: ranks that have the stages, in order.
+        schedule: name of the schedule, one of `SCHEDULES`.
+        stages: blocks of each stage, over all ranks.
+        mine: numbers of this rank's stages.
+        last: number of the last stage.
 
     Raises:
         TypeError: a model that does not export stages.
         ValueError: numbers that do not fit the model.
     """
-    if not hasattr(model, "keep_blocks"):
-        raise TypeError(
-            f"pipeline: {type(model).__name__} does not say how it is cut into stages: it has no "
-            "keep_blocks(), as distlab.model.TransformerLM does"
-        )
-    blocks = []
-    first = 0
-    for size in stage_sizes(model.num_blocks, ranks, schedule, sizes):
-        blocks.append(range(first, first + size))
-        first += size
-    return blocks
+
+    def __init__(self, axes: Axes, model: Staged):
+        if not hasattr(model, "keep_blocks"):
+            raise TypeError(
+                f"pipeline: {type(model).__name__} does not say how it is cut into stages: it has "
+                "no keep_blocks(), as distlab.model.TransformerLM does"
+            )
+        self.group = axes.pipeline
+        self.rank = self.group.rank()
+        self.ranks = self.group.size()
+        self.schedule = axes.layout.schedule
+        self.stages: list[range] = []
+        first = 0
+        for size in stage_sizes(model.num_blocks, self.ranks, self.schedule, axes.layout.stages):
+            self.stages.append(range(first, first + size))
+            first += size
+        self.mine = range(self.rank, len(self.stages), self.ranks)
+        self.last = len(self.stages) - 1
+        model.keep_blocks([self.stages[stage] for stage in self.mine])
 
 
 def stage_sizes(blocks: int, ranks: int, schedule: str, sizes: Sequence[int] = ()) -> Sequence[int]:
@@ -143,62 +159,31 @@ class Deferred(NamedTuple):
     gradient: Callable[[], Tensor]
 
 
-class Pipeline:
-    """Runner of a schedule on this rank's stages.
+class Pipeline(StageRunner):
+    """Runner of a schedule on this rank's stages. Every rank of the job makes one.
 
     Args:
-        group: ranks that have the stages, in order.
-        model: the whole model, see `Staged`. Only this rank's blocks are kept.
-        schedule: name of the schedule, one of `SCHEDULES`.
-        sizes: number of blocks of each stage. Empty: stages of equal size.
-        sequence_ranks: number of ranks that share a sequence inside a stage (tensor parallelism).
+        axes, model: see `StageRunner`.
 
     Attributes:
-        stages: blocks of each stage, over all ranks.
-        mine: numbers of this rank's stages.
-        last: number of the last stage.
         observe: function that returns a context manager for the computation of an action, without
             its waiting.
 
     Raises:
-        TypeError, ValueError: see `stage_blocks`.
+        TypeError, ValueError: see `StageRunner`.
     """
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        model: Staged,
-        schedule: str,
-        sizes: Sequence[int] = (),
-        sequence_ranks: int = 1,
-    ):
-        self.group = group
-        self.rank = group.rank()
-        self.ranks = group.size()
-        self.schedule = schedule
-        self.sequence_ranks = sequence_ranks
-        # Raises TypeError for a model without stages.
-        self.stages = stage_blocks(model, self.ranks, schedule, sizes)
+    def __init__(self, axes: Axes, model: Staged):
+        super().__init__(axes, model)
+        self.sequence_ranks = axes.layout.tensor  # these share a sequence inside a stage
         self.width = model.width
-        self.mine = range(self.rank, len(self.stages), self.ranks)
-        self.last = len(self.stages) - 1
-        self.observe: Callable[[Action], AbstractContextManager[Any]] = _unobserved
-        model.keep_blocks([self.stages[stage] for stage in self.mine])
-        if schedule == "zero-bubble":
+        self.observe: Callable[[Action], AbstractContextManager[Any]] = nullcontext
+        if self.schedule == "zero-bubble":
             model.put_off_weights(self._put_off)
         self._deferred: list[Deferred] = []  # gradients deferred by the backward that runs now
-        self._messages: Messages | None = None
+        self._messages = Messages(axes.pipelines, axes.world)
         # Number of micro-batches of a step → this rank's actions.
         self._actions: dict[int, list[Action]] = {}
-
-    def connect(self, pipelines: Sequence[Sequence[int]], group: ProcessGroup) -> None:
-        """Make the process groups of neighbours. Call it on every rank with the same arguments.
-
-        Args:
-            pipelines: global ranks of each pipeline of the job.
-            group: all ranks of the job.
-        """
-        self._messages = Messages(pipelines, group)
 
     def actions(self, batches: int) -> list[Action]:
         """Return this rank's actions in a step of this number of micro-batches.
@@ -327,11 +312,6 @@ def make_gradients(deferred: list[Deferred]) -> None:
     while deferred:
         weight, gradient = deferred.pop(0)
         torch.autograd.backward(weight, gradient())
-
-
-def _unobserved(action: Action) -> AbstractContextManager[Any]:
-    """Do nothing around an action."""
-    return nullcontext()
 
 
 def _call(model: Any, batch: Any) -> Tensor:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distlab.comm import collectives
 from distlab.parallel.layout import Axes
 from distlab.parallel.model import ParallelModel
-from distlab.parallel.pipeline import stage_blocks
+from distlab.parallel.pipeline import StageRunner
 from distlab.parallel.schedules import CHUNKS
 from distlab.parallel.tensor_parallel import find_cuts
 
@@ -150,23 +150,15 @@ def _group_heads_by_rank(model: nn.Module, group: ProcessGroup) -> dict[str, Ten
 # -- pipeline parallelism -------------------------------------------------------------------------
 
 
-class TorchPipeline:
+class TorchPipeline(StageRunner):
     """Runner of a schedule of `torch.distributed.pipelining`, with the interface of `Pipeline`.
 
     Args:
-        group: ranks that have the stages, in order.
-        model: the whole model, see `pipeline.Staged`. Only this rank's blocks are kept.
-        schedule: name of the schedule, one of `SCHEDULES`.
-        sizes: number of blocks of each stage. Empty: stages of equal size.
+        axes, model: see `StageRunner`.
     """
 
-    def __init__(self, group: ProcessGroup, model: Any, schedule: str, sizes: Sequence[int] = ()):
-        self.group = group
-        self.schedule = schedule
-        self.stages = stage_blocks(model, group.size(), schedule, sizes)
-        self.mine = range(group.rank(), len(self.stages), group.size())
-        self.last = len(self.stages) - 1
-        model.keep_blocks([self.stages[stage] for stage in self.mine])
+    def __init__(self, axes: Axes, model: Any):
+        super().__init__(axes, model)
         # torch's zero-bubble cannot split the backward of an autograd Function that is written in
         # Python.
         for module in model.modules():
