@@ -158,6 +158,18 @@ class Shape:
         return cost(q_shape, k_shape, torch.bfloat16, causal=self.causal, window=self.window).flops
 
 
+def rates(shape: Shape, fwd_ms: float, bwd_ms: float, fwd_bwd_ms: float) -> dict[str, float]:
+    """Return TFLOP/s of forward, backward and both by convention: of visible pairs only."""
+    forward_tflop_ms = shape.flops() / 1e9  # TFLOP of the forward, times 1,000: divide by ms
+    return {
+        "fwd_tflop_per_s": 1.0 * forward_tflop_ms / fwd_ms,
+        # The forward has two matmuls, Q·Kᵀ and P·V. The backward has five: it computes Q·Kᵀ again,
+        # and dV, dP, dQ and dK.
+        "bwd_tflop_per_s": 2.5 * forward_tflop_ms / bwd_ms,
+        "fwd_bwd_tflop_per_s": 3.5 * forward_tflop_ms / fwd_bwd_ms,
+    }
+
+
 def naive(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
     """Compute attention as in textbooks: the whole score matrix is in memory.
 

@@ -67,6 +67,7 @@ from distlab.report import (
     ratio_metrics,
     row_named,
     sparse_column,
+    text_column,
     verdict_of,
     why_unclear,
     with_interval,
@@ -80,6 +81,7 @@ from experiments._attention import (
     exact,
     inputs,
     last_head,
+    rates,
     suits,
 )
 from kernels.flash_attention import hopper
@@ -288,7 +290,7 @@ def of_shape(
         metrics = {"max_abs_error": error}
         # A user's forward can be captured as well. On a CPU there are no graphs.
         graphs = {} if device == "cpu" else {"fwd_device": replayed(forward, beside=last)}
-        clocks[variant] = partial(sample_forward, forward, graphs)
+        clocks[variant] = partial(sample_once, forward, graphs, prefix="fwd_")
         return metrics
 
     found = {variant: attempt(partial(prepare, variant)) for variant in variants}
@@ -298,7 +300,10 @@ def of_shape(
     for variant, metrics in found.items():
         # A row without graphs has only wall times, so it has no rates.
         if "fwd_bwd_device_p50_ms" in metrics:
-            metrics |= rates(shape, metrics["fwd_device_p50_ms"], metrics["fwd_bwd_device_p50_ms"])
+            fwd_ms, fwd_bwd_ms = metrics["fwd_device_p50_ms"], metrics["fwd_bwd_device_p50_ms"]
+            bwd_ms = fwd_bwd_ms - fwd_ms
+            metrics["bwd_device_p50_ms"] = bwd_ms
+            metrics |= rates(shape, fwd_ms, bwd_ms, fwd_bwd_ms)
         metrics |= predicted_memory(variant, shape, dtype)
     if "yours" in clocks:
         # A function may keep the results of its first call. So it is checked again, on other
@@ -322,37 +327,21 @@ def error_after(fn: Attention, case: Sequence[Tensor], shape: Shape) -> dict[str
 
 
 def sample_once(
-    whole: Callable[[], Any], graphs: Mapping[str, Callable[[int], list[float]]]
+    run: Callable[[], Any],
+    graphs: Mapping[str, Callable[[int], list[float]]],
+    prefix: str = "",
 ) -> dict[str, list[float]]:
-    """Return ms of one round: by the wall and the host, and of two replays of each graph."""
-    samples = call_ms(whole, 1)
+    """Return ms of one round: by the wall and the host, and of two replays of each graph.
+
+    Args:
+        run: function to call.
+        graphs: name of the samples → timer of a graph.
+        prefix: beginning of the names of the samples by the wall and the host.
+    """
+    samples = {f"{prefix}{name}": ms for name, ms in call_ms(run, 1).items()}
     for name, replay in graphs.items():
         samples[name] = replay(2)
     return samples
-
-
-def sample_forward(
-    forward: Callable[[], Any], graphs: Mapping[str, Callable[[int], list[float]]]
-) -> dict[str, list[float]]:
-    """Return ms of one round of a forward alone: `sample_once` under other names."""
-    samples = {f"fwd_{name}": ms for name, ms in call_ms(forward, 1).items()}
-    for name, replay in graphs.items():
-        samples[name] = replay(2)
-    return samples
-
-
-def rates(shape: Shape, fwd_ms: float, fwd_bwd_ms: float) -> dict[str, float]:
-    """Return ms of the backward, and TFLOP/s of forward, backward and both by convention."""
-    bwd_ms = fwd_bwd_ms - fwd_ms
-    forward_tflop_ms = shape.flops() / 1e9  # TFLOP of the forward, times 1,000: divide by ms
-    return {
-        "fwd_tflop_per_s": 1.0 * forward_tflop_ms / fwd_ms,
-        # The forward has two matmuls, Q·Kᵀ and P·V. The backward has five: it computes Q·Kᵀ again,
-        # and dV, dP, dQ and dK.
-        "bwd_tflop_per_s": 2.5 * forward_tflop_ms / bwd_ms,
-        "fwd_bwd_tflop_per_s": 3.5 * forward_tflop_ms / fwd_bwd_ms,
-        "bwd_device_p50_ms": bwd_ms,
-    }
 
 
 def compare(records: Sequence[Record]) -> list[Record]:
@@ -373,9 +362,9 @@ def compare(records: Sequence[Record]) -> list[Record]:
     return found
 
 
-def case_of(record: Record) -> tuple[str, str | None]:
+def case_of(record: Record) -> tuple[str, str]:
     """Return the dtype and the shape of a row."""
-    return record.config["dtype"], record.config.get("shape")
+    return record.config["dtype"], record.config["shape"]
 
 
 def ours_over(ours: Record, peer: Record) -> dict[str, float]:
@@ -519,9 +508,8 @@ def yours(records: Sequence[Record]) -> list[str]:
 
 
 def geometric_means(records: Sequence[Record]) -> str:
-    """Return the end of the headline: ours over SDPA's default, at all shapes that were named."""
-    # The presets along the length have no named shapes, and one mean would say little there.
-    rows = [r for r in records if r.variant == "sdpa" and r.config.get("shape")]
+    """Return the end of the headline: ours over SDPA's default, at all shapes."""
+    rows = [r for r in records if r.variant == "sdpa"]
     on_device = [r for r in rows if "ours_over_device" in r.metrics]
     if not on_device:
         return ""
@@ -553,11 +541,10 @@ def wrong(records: list[Record]) -> list[str]:
     """Name the rows whose error is above three times the largest of the shape's peers."""
     found = []
     for (dtype, shape), rows in grouped(records, case_of).items():
-        case = dtype if shape is None else f"{dtype} {shape}"
         for name in ("max_abs_error", "max_abs_grad_error"):
             # A row that failed has no error, and its status is shown anyway.
             with_error = [row for row in rows if name in row.metrics]
-            found += _above_peers(case, name, with_error)
+            found += _above_peers(f"{dtype} {shape}", name, with_error)
     return found
 
 
@@ -594,9 +581,7 @@ def draw(records: Sequence[Record], path: Path, *, metric: str, label: str, unit
         unit: what the metric is divided by, such as the bytes of a MiB.
     """
     # Lengths are compared at one head, because more heads only multiply the time.
-    rows = [
-        r for r in records if r.metrics.get(metric) is not None and r.config.get("heads", 1) == 1
-    ]
+    rows = [r for r in records if r.metrics.get(metric) is not None and r.config["heads"] == 1]
     panels = []
     for (dtype, head_dim), panel_rows in grouped(rows, _panel_of).items():
         series = []
@@ -631,11 +616,6 @@ def _variant_of(record: Record) -> str:
     return record.variant
 
 
-def shape_of(record: Record) -> str:
-    """Return the shape of a record that was written before records had one: one head."""
-    return "{batch}x1x{length}x{head_dim}".format(**record.config)
-
-
 _device_headline = headline_from(
     "Attention, forward + backward, {device_name}, torch {torch}, triton {triton}"
 )
@@ -652,12 +632,7 @@ def headline(records: Sequence[Record]) -> str:
 mib_column = partial(Column, format=",.1f", scale=2**-20, optional=True)
 VIEW = View(
     columns=[
-        Column(
-            "config.shape",
-            "shape",
-            align="left",
-            derived=shape_of,
-        ),
+        text_column("config.shape", "shape"),
         Column("config.dtype", "type"),
         Column("variant", "variant"),
         Column("metrics.wall_p50_ms", "wall ms", ".4f", optional=True, note=host_bound),

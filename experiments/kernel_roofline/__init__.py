@@ -198,7 +198,9 @@ def measure(config: RooflineConfig, context: RankContext, run: Run) -> None:
     device = context.device.type
     # Ceilings are measured in this process, because clocks differ from run to run.
     limits = ceilings(device, config.repeat_ms)
-    for case, direction in [(each, way) for each in config.cases() for way in each.directions]:
+    for case, direction in [
+        (each, way) for each in config.cases() for way in each.operation.directions
+    ]:
         known = {"label": case.label, "direction": direction}
         # Only what an interrupted run of this name has not measured yet.
         missing = [v for v in config.forms() if case.operation.has(v) and not run.done(v, **known)]

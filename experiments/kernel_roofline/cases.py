@@ -50,139 +50,47 @@ def cases(small: bool = False) -> list["Case"]:
     """
     table = [
         # Element-wise operations.
-        Case(name="add", make=add, shape=(8192, 8192), tiny=(4, 64), directions=("fwd",)),
-        Case(name="gelu", make=gelu, shape=(8192, 11008), tiny=(4, 64)),
-        Case(name="add_gelu", make=add_gelu, shape=(8192, 8192), tiny=(4, 64), directions=("fwd",)),
-        Case(name="dropout", make=dropout, shape=(8192, 8192), tiny=(4, 64)),
-        Case(
-            name="adamw",
-            make=adamw,
-            shape=(2**27,),
-            tiny=(200,),
-            dtype="float32",
-            directions=("fwd",),
-        ),
+        Case(make=add, shape=(8192, 8192)),
+        Case(make=gelu, shape=(8192, 11008)),
+        Case(make=add_gelu, shape=(8192, 8192)),
+        Case(make=dropout, shape=(8192, 8192)),
+        Case(make=adamw, shape=(2**27,), tiny=(200,), dtype="float32"),
         # Operations along rows: at a common size, and at one so large that starting and ending a
         # kernel do not show.
-        Case(name="weighted_sum", make=weighted_sum, shape=(8192, 4096), tiny=(4, 64)),
-        Case(name="layer_norm", make=layer_norm, shape=(8192, 4096), tiny=(4, 64)),
-        Case(name="rms_norm", make=rms_norm, shape=(8192, 4096), tiny=(4, 64)),
-        Case(
-            name="layer_norm_one_dtype",
-            make=layer_norm_one_dtype,
-            shape=(8192, 4096),
-            tiny=(4, 64),
-            directions=("fwd",),
-        ),
+        Case(make=weighted_sum, shape=(8192, 4096)),
+        Case(make=layer_norm, shape=(8192, 4096)),
+        Case(make=rms_norm, shape=(8192, 4096)),
+        Case(make=layer_norm_one_dtype, shape=(8192, 4096)),
         # These two have no kernel of ours. Inductor tries more launch parameters if asked to.
-        Case(
-            name="subtract_mean",
-            make=subtract_mean,
-            shape=(8192, 4096),
-            tiny=(4, 64),
-            directions=("fwd",),
-        ),
-        Case(
-            name="norm_plus_input",
-            make=norm_plus_input,
-            shape=(8192, 4096),
-            tiny=(4, 64),
-            directions=("fwd",),
-        ),
-        Case(name="weighted_sum", make=weighted_sum, shape=(65536, 4096), tiny=(4, 64)),
-        Case(name="layer_norm", make=layer_norm, shape=(65536, 4096), tiny=(4, 64)),
-        Case(name="rms_norm", make=rms_norm, shape=(65536, 4096), tiny=(4, 64)),
-        Case(name="softmax", make=softmax, shape=(8192, 4096), tiny=(4, 256), dtype="float32"),
-        Case(name="softmax", make=softmax, shape=(32768, 1024), tiny=(4, 64), dtype="float32"),
-        Case(name="softmax", make=softmax, shape=(1024, 32768), tiny=(4, 2048)),
-        Case(name="softmax", make=softmax_of_long_rows, shape=(256, 200000), tiny=(4, 12500)),
+        Case(make=subtract_mean, shape=(8192, 4096)),
+        Case(make=norm_plus_input, shape=(8192, 4096)),
+        Case(make=weighted_sum, shape=(65536, 4096)),
+        Case(make=layer_norm, shape=(65536, 4096)),
+        Case(make=rms_norm, shape=(65536, 4096)),
+        Case(make=softmax, shape=(8192, 4096), tiny=(4, 256), dtype="float32"),
+        Case(make=softmax, shape=(32768, 1024), dtype="float32"),
+        Case(make=softmax, shape=(1024, 32768), tiny=(4, 2048)),
+        Case(make=softmax, shape=(256, 200000), tiny=(4, 12500)),
         # Norms with the operations before and after them.
-        Case(name="add_rms_norm", make=add_rms_norm, shape=(8192, 4096), tiny=(4, 64)),
-        Case(name="add_rms_norm_silu", make=add_rms_norm_silu, shape=(8192, 4096), tiny=(4, 64)),
-        Case(
-            name="spilling_add_rms_norm_silu",
-            make=spilling_add_rms_norm_silu,
-            shape=(2048, 16384),
-            tiny=(4, 64),
-            directions=("fwd",),
-        ),
+        Case(make=add_rms_norm, shape=(8192, 4096)),
+        Case(make=add_rms_norm_silu, shape=(8192, 4096)),
+        Case(make=spilling_add_rms_norm_silu, shape=(2048, 16384)),
         # Parts of a Transformer.
-        Case(name="rope", make=rope, shape=(4, 32, 4096, 128), tiny=(2, 2, 8, 16)),
-        Case(name="swiglu", make=swiglu, shape=(8192, 11008), tiny=(4, 64)),
+        Case(make=rope, shape=(4, 32, 4096, 128), tiny=(2, 2, 8, 16)),
+        Case(make=swiglu, shape=(8192, 11008)),
         # Matmuls.
-        Case(
-            name="matmul",
-            make=matmul,
-            shape=(4096, 4096, 4096),
-            tiny=(40, 24, 33),
-            directions=("fwd",),
-        ),
-        Case(
-            name="matmul",
-            make=matmul,
-            shape=(8192, 8192, 8192),
-            tiny=(40, 24, 33),
-            directions=("fwd",),
-        ),
-        Case(
-            name="matmul_gelu",
-            make=matmul_gelu,
-            shape=(4096, 4096, 4096),
-            tiny=(40, 24, 33),
-            directions=("fwd",),
-        ),
-        Case(
-            name="matmul_gelu",
-            make=matmul_gelu,
-            shape=(8192, 8192, 8192),
-            tiny=(40, 24, 33),
-            directions=("fwd",),
-        ),
-        Case(
-            name="matmul_relu",
-            make=matmul_relu,
-            shape=(4096, 4096, 4096),
-            tiny=(40, 24, 33),
-            directions=("fwd",),
-        ),
-        Case(
-            name="matmul_leaky_relu",
-            make=matmul_leaky_relu,
-            shape=(4096, 4096, 4096),
-            tiny=(40, 24, 33),
-            directions=("fwd",),
-        ),
-        Case(
-            name="matmul_rms_norm",
-            make=matmul_rms_norm,
-            shape=(65536, 1024, 256),
-            tiny=(40, 24, 33),
-            directions=("fwd",),
-        ),
-        Case(
-            name="float8_linear", make=float8_linear, shape=(8192, 4096, 14336), tiny=(16, 32, 48)
-        ),
-        Case(
-            name="linear_gelu_dropout",
-            make=linear_gelu_dropout,
-            shape=(8192, 4096, 11008),
-            tiny=(8, 16, 24),
-        ),
+        Case(make=matmul, shape=(4096, 4096, 4096), tiny=(40, 24, 33)),
+        Case(make=matmul, shape=(8192, 8192, 8192), tiny=(40, 24, 33)),
+        Case(make=matmul_gelu, shape=(4096, 4096, 4096), tiny=(40, 24, 33)),
+        Case(make=matmul_gelu, shape=(8192, 8192, 8192), tiny=(40, 24, 33)),
+        Case(make=matmul_relu, shape=(4096, 4096, 4096), tiny=(40, 24, 33)),
+        Case(make=matmul_leaky_relu, shape=(4096, 4096, 4096), tiny=(40, 24, 33)),
+        Case(make=matmul_rms_norm, shape=(65536, 1024, 256), tiny=(40, 24, 33)),
+        Case(make=float8_linear, shape=(8192, 4096, 14336), tiny=(16, 32, 48)),
+        Case(make=linear_gelu_dropout, shape=(8192, 4096, 11008), tiny=(8, 16, 24)),
         # losses, forward and backward together
-        Case(
-            name="cross_entropy",
-            make=cross_entropy,
-            shape=(2048, 151936),
-            tiny=(8, 500),
-            directions=("both",),
-        ),
-        Case(
-            name="linear_cross_entropy",
-            make=linear_cross_entropy,
-            shape=(8192, 4096, 151936),
-            tiny=(8, 16, 100),
-            directions=("both",),
-        ),
+        Case(make=cross_entropy, shape=(2048, 151936), tiny=(8, 500)),
+        Case(make=linear_cross_entropy, shape=(8192, 4096, 151936), tiny=(8, 16, 100)),
     ]
     if not small:
         return table
@@ -199,24 +107,25 @@ class Case:
     """Row of the table: one operation at one size.
 
     Args:
-        name: name of the operation in tables and records.
-        make: function of shape and dtype that returns the operation.
+        make: function of shape and dtype that returns the operation. Its name is that of the row.
         shape: sizes of the row.
         tiny: sizes in the smoke test.
         dtype: name of the dtype in torch.
-        directions: what to time: "fwd", "bwd" or "both", the two in one call.
         chain: names of the steps if the row is a chain of operations (see `chains`).
         yours: a user's kernel for the operation.
     """
 
-    name: str
     make: Callable[[Shape, torch.dtype], "Operation"]
     shape: Shape
-    tiny: Shape
+    tiny: Shape = (4, 64)
     dtype: str = "bfloat16"
-    directions: tuple[str, ...] = ("fwd", "bwd")
     chain: tuple[str, ...] = ()
     yours: Function | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the operation in tables and records."""
+        return "+".join(self.chain) or self.make.__name__
 
     @property
     def label(self) -> str:
@@ -277,6 +186,7 @@ class Operation:
         traffic_factor: direction → bytes that our kernel moves over the least bytes, where it
             knowingly moves more.
         templates: True if Inductor has Triton templates for it: it has them for single matmuls.
+        is_loss: True if forward and backward are timed together, as a loss is called.
         autotuned: True if Inductor is also asked to try more launch parameters.
         random: True if results are random. They are then not compared with float64.
         stateful: True if the tensors it works on are its own, not its inputs. It is then neither
@@ -300,6 +210,7 @@ class Operation:
     compute_bound: bool = False
     traffic_factor: Mapping[str, float] = dataclasses.field(default_factory=dict)
     templates: bool = False
+    is_loss: bool = False
     autotuned: bool = False
     random: bool = False
     stateful: bool = False
@@ -309,17 +220,15 @@ class Operation:
     @property
     def variants(self) -> dict[str, Function]:
         """Functions by the name of their variant, without those that torch.compile makes."""
-        every = {
-            "ours": self.ours,
-            "naive": self.naive,
-            "builtin": self.builtin,
-            "liger": self.liger,
-            "torchao": self.torchao,
-            "quack": self.quack,
-            "cce": self.cce,
-            "yours": self.yours,
-        }
-        return {name: function for name, function in every.items() if function is not None}
+        functions = {name: getattr(self, name, None) for name in VARIANTS}
+        return {name: function for name, function in functions.items() if function is not None}
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        """What to time: "fwd", "bwd" or "both", the two in one call."""
+        if self.backward_cost is None:
+            return ("fwd",)
+        return ("both",) if self.is_loss else ("fwd", "bwd")
 
     @property
     def plain(self) -> Function | None:
@@ -522,10 +431,8 @@ def weighted_sum(shape: Shape, dtype: torch.dtype) -> Operation:
     """Weighted sum of each row: x @ weight."""
     import kernels.weighted_sum
 
-    width = shape[-1]
     return Operation(
-        # Weights are near 1, as in a trained model. Zeros would hide a wrong sum.
-        inputs=[Normal(shape), Normal((width,), mean=1.0, deviation=0.1)],
+        inputs=[Normal(shape), _weight(shape)],
         ours=kernels.weighted_sum.weighted_sum,
         naive=reference.weighted_sum,
         builtin=torch.matmul,
@@ -534,11 +441,15 @@ def weighted_sum(shape: Shape, dtype: torch.dtype) -> Operation:
     )
 
 
+def _weight(shape: Shape) -> Normal:
+    """Return the weight of a row's elements, near 1 as in a trained model."""
+    # Zeros would hide a wrong sum.
+    return Normal(shape[-1:], mean=1.0, deviation=0.1)
+
+
 def layer_norm(shape: Shape, dtype: torch.dtype) -> Operation:
     """LayerNorm over the last dimension, with weight and bias."""
     import kernels.layernorm
-
-    width = shape[-1]
 
     def builtin(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.layer_norm(x, weight.shape, weight, bias)
@@ -546,8 +457,8 @@ def layer_norm(shape: Shape, dtype: torch.dtype) -> Operation:
     return Operation(
         inputs=[
             Normal(shape),
-            Normal((width,), mean=1.0, deviation=0.1),  # weight
-            Normal((width,), deviation=0.1),  # bias
+            _weight(shape),
+            Normal(shape[-1:], deviation=0.1),  # bias
         ],
         ours=kernels.layernorm.layer_norm,
         naive=reference.layer_norm,
@@ -568,8 +479,10 @@ def layer_norm_one_dtype(shape: Shape, dtype: torch.dtype) -> Operation:
         normalized = centred * torch.rsqrt(variance + 1e-5)
         return torch.addcmul(bias, normalized, weight)
 
-    # Liger is left out, since its row would be the same as in layer_norm.
-    return dataclasses.replace(layer_norm(shape, dtype), naive=naive, liger=None)
+    # Liger and the backward are left out, since their rows would be the same as in layer_norm.
+    return dataclasses.replace(
+        layer_norm(shape, dtype), naive=naive, liger=None, backward_cost=None
+    )
 
 
 def subtract_mean(shape: Shape, dtype: torch.dtype) -> Operation:
@@ -622,13 +535,11 @@ def rms_norm(shape: Shape, dtype: torch.dtype) -> Operation:
     """RMSNorm over the last dimension, with a weight."""
     import kernels.rmsnorm
 
-    width = shape[-1]
-
     def builtin(x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, 1e-5)
 
     return Operation(
-        inputs=[Normal(shape), Normal((width,), mean=1.0, deviation=0.1)],
+        inputs=[Normal(shape), _weight(shape)],
         ours=kernels.rmsnorm.rms_norm,
         naive=reference.rms_norm,
         builtin=builtin,
@@ -646,6 +557,13 @@ def softmax(shape: Shape, dtype: torch.dtype) -> Operation:
     def builtin(x: Tensor) -> Tensor:
         return F.softmax(x, -1)
 
+    traffic_factor = {}
+    # Rows this long do not stay on chip: ours reads its inputs twice.
+    if shape[-1] > kernels.softmax.HALF_TILE_BACKWARD:
+        traffic_factor = {
+            "fwd": 3 / 2,  # x twice, y
+            "bwd": 5 / 3,  # y and dy twice, dx
+        }
     return Operation(
         inputs=[Normal(shape)],
         ours=kernels.softmax.softmax,
@@ -655,17 +573,7 @@ def softmax(shape: Shape, dtype: torch.dtype) -> Operation:
         quack=quack_softmax,
         forward_cost=kernels.softmax.cost(shape, dtype),
         backward_cost=kernels.softmax.cost(shape, dtype, backward=True),
-    )
-
-
-def softmax_of_long_rows(shape: Shape, dtype: torch.dtype) -> Operation:
-    """Softmax of rows above `kernels.softmax.HALF_TILE_BACKWARD`, where ours reads inputs twice."""
-    return dataclasses.replace(
-        softmax(shape, dtype),
-        traffic_factor={
-            "fwd": 3 / 2,  # x twice, y
-            "bwd": 5 / 3,  # y and dy twice, dx
-        },
+        traffic_factor=traffic_factor,
     )
 
 
@@ -675,8 +583,6 @@ def softmax_of_long_rows(shape: Shape, dtype: torch.dtype) -> Operation:
 def add_rms_norm(shape: Shape, dtype: torch.dtype) -> Operation:
     """RMSNorm of x + residual. Ours also returns the sum."""
     import kernels.rmsnorm
-
-    width = shape[-1]
 
     def ours(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return kernels.rmsnorm.add_rms_norm(x, residual, weight, 1e-5)
@@ -688,7 +594,7 @@ def add_rms_norm(shape: Shape, dtype: torch.dtype) -> Operation:
         return F.rms_norm(x + residual, weight.shape, weight, 1e-5)
 
     return Operation(
-        inputs=[Normal(shape), Normal(shape), Normal((width,), mean=1.0, deviation=0.1)],
+        inputs=[Normal(shape), Normal(shape), _weight(shape)],
         ours=ours,
         naive=naive,
         builtin=builtin,
@@ -702,8 +608,6 @@ def add_rms_norm_silu(shape: Shape, dtype: torch.dtype) -> Operation:
     """SiLU of the RMSNorm of x + residual. Ours also returns the sum."""
     import kernels.rmsnorm
 
-    width = shape[-1]
-
     def ours(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return kernels.rmsnorm.add_rms_norm(x, residual, weight, 1e-5, "silu")
 
@@ -713,15 +617,8 @@ def add_rms_norm_silu(shape: Shape, dtype: torch.dtype) -> Operation:
     def builtin(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
         return F.silu(F.rms_norm(x + residual, weight.shape, weight, 1e-5))
 
-    return Operation(
-        inputs=[Normal(shape), Normal(shape), Normal((width,), mean=1.0, deviation=0.1)],
-        ours=ours,
-        naive=naive,
-        builtin=builtin,
-        forward_cost=kernels.rmsnorm.cost(shape, dtype, residual=True),
-        # Only the norm's result has a gradient: none arrives for the sum.
-        backward_cost=kernels.rmsnorm.cost(shape, dtype, residual=False, backward=True),
-    )
+    # SiLU is computed where the norm's result is, and moves no more bytes.
+    return dataclasses.replace(add_rms_norm(shape, dtype), ours=ours, naive=naive, builtin=builtin)
 
 
 def spilling_add_rms_norm_silu(shape: Shape, dtype: torch.dtype) -> Operation:
@@ -734,7 +631,7 @@ def spilling_add_rms_norm_silu(shape: Shape, dtype: torch.dtype) -> Operation:
         with forced(rmsnorm=Launch(block=weight.numel(), warps=2)):
             return kernels.rmsnorm.add_rms_norm(x, residual, weight, 1e-5, "silu")
 
-    return dataclasses.replace(add_rms_norm_silu(shape, dtype), ours=ours)
+    return dataclasses.replace(add_rms_norm_silu(shape, dtype), ours=ours, backward_cost=None)
 
 
 # Parts of a Transformer
@@ -824,87 +721,51 @@ def matmul(shape: Shape, dtype: torch.dtype) -> Operation:
 
 def matmul_gelu(shape: Shape, dtype: torch.dtype) -> Operation:
     """GeLU of a @ b, in the matmul's epilogue."""
-    import kernels.matmul
-
-    m, k, n = shape
-
-    def ours(a: Tensor, b: Tensor) -> Tensor:
-        return kernels.matmul.matmul(a, b, epilogue="gelu")
-
-    def builtin(a: Tensor, b: Tensor) -> Tensor:
-        return F.gelu(a @ b, approximate="tanh")
-
-    return Operation(
-        inputs=[Normal((m, k)), Normal((k, n))],
-        ours=ours,
-        builtin=builtin,
-        forward_cost=kernels.matmul.cost(shape, dtype),
-        compute_bound=True,
-        templates=True,
-    )
+    after = functools.partial(F.gelu, approximate="tanh")
+    return _with_epilogue(shape, dtype, "gelu", after, templates=True)
 
 
 def matmul_relu(shape: Shape, dtype: torch.dtype) -> Operation:
     """ReLU of a @ b, in the matmul's epilogue."""
-    import kernels.matmul
-
-    m, k, n = shape
-
-    def ours(a: Tensor, b: Tensor) -> Tensor:
-        return kernels.matmul.matmul(a, b, epilogue="relu")
-
-    def builtin(a: Tensor, b: Tensor) -> Tensor:
-        return F.relu(a @ b)
-
-    return Operation(
-        inputs=[Normal((m, k)), Normal((k, n))],
-        ours=ours,
-        builtin=builtin,
-        forward_cost=kernels.matmul.cost(shape, dtype),
-        compute_bound=True,
-    )
+    return _with_epilogue(shape, dtype, "relu", F.relu)
 
 
 def matmul_leaky_relu(shape: Shape, dtype: torch.dtype) -> Operation:
     """Leaky ReLU of a @ b, in the matmul's epilogue."""
-    import kernels.matmul
-
-    m, k, n = shape
-
-    def ours(a: Tensor, b: Tensor) -> Tensor:
-        return kernels.matmul.matmul(a, b, epilogue="leaky_relu")
-
-    def builtin(a: Tensor, b: Tensor) -> Tensor:
-        return F.leaky_relu(a @ b)
-
-    return Operation(
-        inputs=[Normal((m, k)), Normal((k, n))],
-        ours=ours,
-        builtin=builtin,
-        forward_cost=kernels.matmul.cost(shape, dtype),
-        compute_bound=True,
-    )
+    return _with_epilogue(shape, dtype, "leaky_relu", F.leaky_relu)
 
 
 def matmul_rms_norm(shape: Shape, dtype: torch.dtype) -> Operation:
     """RMSNorm of the rows of a @ b, without a weight, in the matmul's epilogue."""
-    import kernels.matmul
 
-    m, k, n = shape
-
-    def ours(a: Tensor, b: Tensor) -> Tensor:
-        return kernels.matmul.matmul(a, b, epilogue="rms_norm")
-
-    def builtin(a: Tensor, b: Tensor) -> Tensor:
-        product = a @ b
+    def after(product: Tensor) -> Tensor:
         return F.rms_norm(product, product.shape[-1:], eps=1e-5)
 
-    return Operation(
-        inputs=[Normal((m, k)), Normal((k, n))],
-        ours=ours,
-        builtin=builtin,
-        forward_cost=kernels.matmul.cost(shape, dtype),
-        compute_bound=True,
+    return _with_epilogue(shape, dtype, "rms_norm", after)
+
+
+def _with_epilogue(
+    shape: Shape, dtype: torch.dtype, epilogue: str, after: Function, templates: bool = False
+) -> Operation:
+    """Return a matmul with an operation on its result.
+
+    Args:
+        shape, dtype: size of the matmul.
+        epilogue: name of the operation in our kernel, which does it before it stores the result.
+        after: the operation by torch, in a kernel of its own.
+        templates: as in `Operation`.
+    """
+    import kernels.matmul
+
+    def ours(a: Tensor, b: Tensor) -> Tensor:
+        return kernels.matmul.matmul(a, b, epilogue=epilogue)
+
+    def builtin(a: Tensor, b: Tensor) -> Tensor:
+        return after(a @ b)
+
+    # The least work is the matmul's: its result is not stored before the operation.
+    return dataclasses.replace(
+        matmul(shape, dtype), ours=ours, builtin=builtin, templates=templates
     )
 
 
@@ -991,6 +852,7 @@ def cross_entropy(shape: Shape, dtype: torch.dtype) -> Operation:
         quack=quack_cross_entropy,
         forward_cost=kernels.cross_entropy.cost(shape, dtype),
         backward_cost=kernels.cross_entropy.cost(shape, dtype, backward=True),
+        is_loss=True,
     )
 
 
@@ -1017,6 +879,7 @@ def linear_cross_entropy(shape: Shape, dtype: torch.dtype) -> Operation:
         forward_cost=kernels.linear_cross_entropy.cost(shape, dtype),
         # A cost of zero adds nothing where the two directions are summed.
         backward_cost=Cost(0, 0),
+        is_loss=True,
         compute_bound=True,
         # In float64 the logits of the full size do not fit.
         exact_dtype=torch.float32 if math.prod(shape) > 10**9 else torch.float64,

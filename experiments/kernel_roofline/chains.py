@@ -258,11 +258,9 @@ def chain_graph(chain: Sequence[str], shape: Sequence[int], itemsize: int) -> Gr
 def chain_case(chain: Chain) -> Case:
     """Return the chain as a row of the table, forward."""
     return Case(
-        name="+".join(chain),
         make=partial(chain_operation, chain),
         shape=(8192, 4096),
         tiny=(16, 4096),
-        directions=("fwd",),
         chain=chain,
     )
 

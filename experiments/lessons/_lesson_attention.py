@@ -45,47 +45,6 @@ def load(ptr, desc, row, offsets, TMA: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def forward_walk(
-    acc,
-    row_sum,
-    row_max,
-    q,
-    k_ptr,
-    v_ptr,
-    k_desc,
-    v_desc,
-    row0,
-    rows,
-    first,
-    last,
-    scale_log2,
-    MASKED: tl.constexpr,
-    TMA: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Fold keys [first, last) into the running softmax of these rows."""
-    cols = tl.arange(0, BLOCK_N)
-    for start in tl.range(first, last, BLOCK_N):
-        s = tl.dot(q, load(k_ptr, k_desc, row0 + start, cols, TMA, D).T) * scale_log2
-        if MASKED:  # a query sees keys up to its own position
-            s = tl.where(rows[:, None] >= (start + cols)[None, :], s, float("-inf"))
-        # The largest score so far is subtracted, so that exp2 cannot overflow.
-        new_max = tl.maximum(row_max, tl.max(s, 1))
-        # At most 1, so 16 bits can hold it for the product with v.
-        p = tl.exp2(s - new_max[:, None])
-        # What was summed with the old maximum is brought to the new one. In the first tile row_max
-        # is -inf, and the factor is 0.
-        shrink = tl.exp2(row_max - new_max)
-        row_sum = row_sum * shrink + tl.sum(p, 1)
-        # v is loaded after the scores are used, so that its load overlaps with the softmax.
-        v = load(v_ptr, v_desc, row0 + start, cols, TMA, D)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
-        row_max = new_max
-    return acc, row_sum, row_max
-
-
-@triton.jit
 def forward_kernel(
     q_ptr,
     k_ptr,
@@ -115,52 +74,34 @@ def forward_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     seen = begin // BLOCK_N * BLOCK_N  # every row of the tile sees all keys before this one
-    first = 0
     last = length
     if SKIP:
         # Keys after the last row of the tile are hidden from all of its rows.
         last = tl.minimum(tl.cdiv(begin + BLOCK_M, BLOCK_N) * BLOCK_N, length)
-    if SPLIT:
-        # Tiles that no index comparison is needed for. Only those on the diagonal are left.
-        acc, row_sum, row_max = forward_walk(
-            acc,
-            row_sum,
-            row_max,
-            q,
-            k_ptr,
-            v_ptr,
-            k_desc,
-            v_desc,
-            row0,
-            rows,
-            0,
-            seen,
-            scale_log2,
-            False,
-            TMA,
-            D,
-            BLOCK_N,
-        )
-        first = seen
-    acc, row_sum, row_max = forward_walk(
-        acc,
-        row_sum,
-        row_max,
-        q,
-        k_ptr,
-        v_ptr,
-        k_desc,
-        v_desc,
-        row0,
-        rows,
-        first,
-        last,
-        scale_log2,
-        True,
-        TMA,
-        D,
-        BLOCK_N,
-    )
+    cols = tl.arange(0, BLOCK_N)
+    first = 0
+    # SPLIT: first the tiles that need no comparison of indices, then those on the diagonal. The
+    # outer loop is unrolled, so these are two loops.
+    for MASKED in tl.static_range(0 if SPLIT else 1, 2):
+        stop = last if MASKED else seen
+        # Fold keys [first, stop) into the running softmax of these rows.
+        for start in tl.range(first, stop, BLOCK_N):
+            s = tl.dot(q, load(k_ptr, k_desc, row0 + start, cols, TMA, D).T) * scale_log2
+            if MASKED:  # a query sees keys up to its own position
+                s = tl.where(rows[:, None] >= (start + cols)[None, :], s, float("-inf"))
+            # The largest score so far is subtracted, so that exp2 cannot overflow.
+            new_max = tl.maximum(row_max, tl.max(s, 1))
+            # At most 1, so 16 bits can hold it for the product with v.
+            p = tl.exp2(s - new_max[:, None])
+            # What was summed with the old maximum is brought to the new one. In the first tile
+            # row_max is -inf, and the factor is 0.
+            shrink = tl.exp2(row_max - new_max)
+            row_sum = row_sum * shrink + tl.sum(p, 1)
+            # v is loaded after the scores are used, so that its load overlaps with the softmax.
+            v = load(v_ptr, v_desc, row0 + start, cols, TMA, D)
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+            row_max = new_max
+        first = stop
     # log2 Σ exp2(s) of each row: with it, backward has P without a maximum or a sum.
     at = (row0 + rows).to(tl.int64)
     tl.store(lse2_ptr + at, row_max + tl.log2(row_sum))
@@ -181,65 +122,6 @@ def delta_kernel(o_ptr, do_ptr, delta_ptr, D: tl.constexpr, BLOCK_M: tl.constexp
     # dP = dO Vᵀ and O = P V, so Σ_j dP_ij·P_ij = Σ_d dO_id·O_id.
     product = tl.load(o_ptr + at).to(tl.float32) * tl.load(do_ptr + at).to(tl.float32)
     tl.store(delta_ptr + rows, tl.sum(product, 1))
-
-
-@triton.jit
-def dkdv_walk(
-    dk,
-    dv,
-    k,
-    v,
-    q_ptr,
-    do_ptr,
-    q_desc,
-    do_desc,
-    lse2_ptr,
-    delta_ptr,
-    dq_ptr,
-    dq_desc,
-    row0,
-    cols,
-    first,
-    last,
-    scale_log2,
-    MASKED: tl.constexpr,
-    TMA: tl.constexpr,
-    FUSED: tl.constexpr,
-    ATOMIC: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """Fold queries [first, last) into dK / scale and dV; scores are transposed, (keys, queries)."""
-    rows = tl.arange(0, BLOCK_M)
-    for start in tl.range(first, last, BLOCK_M):
-        q = load(q_ptr, q_desc, row0 + start, rows, TMA, D)
-        do = load(do_ptr, do_desc, row0 + start, rows, TMA, D)
-        lse2 = tl.load(lse2_ptr + row0 + start + rows)
-        delta = tl.load(delta_ptr + row0 + start + rows)
-        # Scores as (keys, queries): then p and ds are the left factors of dV and dK as they are,
-        # and no tile is transposed through shared memory.
-        s = tl.dot(k, q.T)
-        dp = tl.dot(v, do.T)
-        p = tl.exp2(s * scale_log2 - lse2[None, :])  # recomputed, not read: P is never in memory
-        if MASKED:
-            p = tl.where((start + rows)[None, :] >= cols[:, None], p, 0.0)
-        # dV = Pᵀ dO: p is transposed already.
-        dv = tl.dot(p.to(do.dtype), do, dv)
-        # The backward of softmax. Its factor `scale` is applied once, to the finished dK.
-        ds = (p * (dp - delta[None, :])).to(q.dtype)
-        # dK = dSᵀ Q, and ds is transposed already.
-        dk = tl.dot(ds, q, dk)
-        if FUSED:
-            # dQ = dS K needs ds the other way around: the one transposition that FUSED costs.
-            dq = tl.dot(ds.T, k)
-            # Other programs add to the same rows of dQ. TMA adds in the L2 cache: the program waits
-            # only until its tile has been read.
-            if ATOMIC:
-                dq_desc.atomic_add([row0 + start, 0], dq)
-            else:
-                at = (row0 + start + rows).to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
-                tl.atomic_add(dq_ptr + at, dq, sem="relaxed")
-    return dk, dv
 
 
 @triton.jit
@@ -290,97 +172,44 @@ def dkdv_kernel(
     if SPLIT:
         # All later queries see all keys of the tile, and need no mask.
         last = tl.minimum(tl.cdiv(begin + BLOCK_N, BLOCK_M) * BLOCK_M, length)
-        # The queries from `last` on, without a mask. The walk below has the others.
-        dk, dv = dkdv_walk(
-            dk,
-            dv,
-            k,
-            v,
-            q_ptr,
-            do_ptr,
-            q_desc,
-            do_desc,
-            lse2_ptr,
-            delta_ptr,
-            dq_ptr,
-            dq_desc,
-            row0,
-            cols,
-            last,
-            length,
-            scale_log2,
-            False,
-            TMA,
-            FUSED,
-            ATOMIC,
-            D,
-            BLOCK_M,
-        )
-    dk, dv = dkdv_walk(
-        dk,
-        dv,
-        k,
-        v,
-        q_ptr,
-        do_ptr,
-        q_desc,
-        do_desc,
-        lse2_ptr,
-        delta_ptr,
-        dq_ptr,
-        dq_desc,
-        row0,
-        cols,
-        first,
-        last,
-        scale_log2,
-        True,
-        TMA,
-        FUSED,
-        ATOMIC,
-        D,
-        BLOCK_M,
-    )
+    rows = tl.arange(0, BLOCK_M)
+    # SPLIT: first the queries from `last` on, without a mask, then the others.
+    for MASKED in tl.static_range(0 if SPLIT else 1, 2):
+        start_row = first if MASKED else last
+        stop_row = last if MASKED else length
+        # Fold these queries into dK / scale and dV.
+        for start in tl.range(start_row, stop_row, BLOCK_M):
+            q = load(q_ptr, q_desc, row0 + start, rows, TMA, D)
+            do = load(do_ptr, do_desc, row0 + start, rows, TMA, D)
+            lse2 = tl.load(lse2_ptr + row0 + start + rows)
+            delta = tl.load(delta_ptr + row0 + start + rows)
+            # Scores as (keys, queries): then p and ds are the left factors of dV and dK as they
+            # are, and no tile is transposed through shared memory.
+            s = tl.dot(k, q.T)
+            dp = tl.dot(v, do.T)
+            # P is recomputed, not read: it is never in memory.
+            p = tl.exp2(s * scale_log2 - lse2[None, :])
+            if MASKED:
+                p = tl.where((start + rows)[None, :] >= cols[:, None], p, 0.0)
+            # dV = Pᵀ dO: p is transposed already.
+            dv = tl.dot(p.to(do.dtype), do, dv)
+            # The backward of softmax. Its factor `scale` is applied once, to the finished dK.
+            ds = (p * (dp - delta[None, :])).to(q.dtype)
+            # dK = dSᵀ Q, and ds is transposed already.
+            dk = tl.dot(ds, q, dk)
+            if FUSED:
+                # dQ = dS K needs ds the other way around: the one transposition that FUSED costs.
+                dq = tl.dot(ds.T, k)
+                # Other programs add to the same rows of dQ. TMA adds in the L2 cache: the program
+                # waits only until its tile has been read.
+                if ATOMIC:
+                    dq_desc.atomic_add([row0 + start, 0], dq)
+                else:
+                    at = (row0 + start + rows).to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
+                    tl.atomic_add(dq_ptr + at, dq, sem="relaxed")
     at = (row0 + cols).to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(dk_ptr + at, (dk * scale).to(dk_ptr.dtype.element_ty))
     tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty))
-
-
-@triton.jit
-def dq_walk(
-    dq,
-    q,
-    do,
-    lse2,
-    delta,
-    k_ptr,
-    v_ptr,
-    k_desc,
-    v_desc,
-    row0,
-    rows,
-    first,
-    last,
-    scale_log2,
-    MASKED: tl.constexpr,
-    TMA: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Fold keys [first, last) into dQ / scale."""
-    cols = tl.arange(0, BLOCK_N)
-    for start in tl.range(first, last, BLOCK_N):
-        # k is used twice: for the scores, and for dQ.
-        k = load(k_ptr, k_desc, row0 + start, cols, TMA, D)
-        v = load(v_ptr, v_desc, row0 + start, cols, TMA, D)
-        s = tl.dot(q, k.T)
-        dp = tl.dot(do, v.T)
-        p = tl.exp2(s * scale_log2 - lse2[:, None])
-        if MASKED:  # 0 here, where the forward had -inf
-            p = tl.where(rows[:, None] >= (start + cols)[None, :], p, 0.0)
-        # s, dp and p are those of `dkdv_walk`, computed a second time: 7 matmuls in place of 5.
-        dq = tl.dot((p * (dp - delta[:, None])).to(k.dtype), k, dq)
-    return dq
 
 
 @triton.jit
@@ -416,53 +245,28 @@ def dq_kernel(
     lse2 = tl.load(lse2_ptr + row0 + rows)
     delta = tl.load(delta_ptr + row0 + rows)
     dq = tl.zeros([BLOCK_M, D], tl.float32)
+    # The two walks over keys are those of the forward.
     seen = begin // BLOCK_N * BLOCK_N
-    first = 0
     last = length
     if SKIP:
         last = tl.minimum(tl.cdiv(begin + BLOCK_M, BLOCK_N) * BLOCK_N, length)
-    if SPLIT:
-        dq = dq_walk(
-            dq,
-            q,
-            do,
-            lse2,
-            delta,
-            k_ptr,
-            v_ptr,
-            k_desc,
-            v_desc,
-            row0,
-            rows,
-            0,
-            seen,
-            scale_log2,
-            False,
-            TMA,
-            D,
-            BLOCK_N,
-        )
-        first = seen
-    dq = dq_walk(
-        dq,
-        q,
-        do,
-        lse2,
-        delta,
-        k_ptr,
-        v_ptr,
-        k_desc,
-        v_desc,
-        row0,
-        rows,
-        first,
-        last,
-        scale_log2,
-        True,
-        TMA,
-        D,
-        BLOCK_N,
-    )
+    cols = tl.arange(0, BLOCK_N)
+    first = 0
+    for MASKED in tl.static_range(0 if SPLIT else 1, 2):
+        stop = last if MASKED else seen
+        # Fold keys [first, stop) into dQ / scale.
+        for start in tl.range(first, stop, BLOCK_N):
+            # k is used twice: for the scores, and for dQ.
+            k = load(k_ptr, k_desc, row0 + start, cols, TMA, D)
+            v = load(v_ptr, v_desc, row0 + start, cols, TMA, D)
+            s = tl.dot(q, k.T)
+            dp = tl.dot(do, v.T)
+            p = tl.exp2(s * scale_log2 - lse2[:, None])
+            if MASKED:  # 0 here, where the forward had -inf
+                p = tl.where(rows[:, None] >= (start + cols)[None, :], p, 0.0)
+            # s, dp and p are those of `dkdv_kernel`, computed again: 7 matmuls in place of 5.
+            dq = tl.dot((p * (dp - delta[:, None])).to(k.dtype), k, dq)
+        first = stop
     at = (row0 + rows).to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(dq_ptr + at, (dq * scale).to(dq_ptr.dtype.element_ty))
 

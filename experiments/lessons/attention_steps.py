@@ -39,7 +39,7 @@ from distlab.experiment import (
 )
 from distlab.measure import attempt, clock, sample_rounds
 from distlab.report import noise_of, prediction_error, sparse_column, stacked_bars
-from experiments._attention import Shape, build, exact, inputs
+from experiments._attention import Shape, build, exact, inputs, rates
 from experiments.lessons._lesson_attention import (
     Step,
     Tile,
@@ -127,11 +127,13 @@ def calls_of(
     They take q, k, v, dO of (1, H, T, D), and each can be called alone.
     """
     if name in steps:
-        return _calls_of_step(steps[name], tensors)
+        step = steps[name]
+        return _calls_of_step(step, tensors, partial(backward, step))
     if name == COMPILED:
         # The forward is that of the last step, so only the backward of this row differs from it.
         last_step = [*steps.values()][-1]
-        return _calls_of_compiled(last_step, tensors)
+        by_formula = torch.compile(whole_matrix_backward, dynamic=False)
+        return _calls_of_step(last_step, tensors, by_formula)
     q, k, v, do = tensors
     attention = build(OTHERS[name], shape, q.device.type)
     o = attention(q, k, v)
@@ -142,8 +144,16 @@ def calls_of(
     }
 
 
-def _calls_of_step(step: Step, tensors: Sequence[Tensor]) -> Calls:
-    """Return `calls_of` a step, whose kernels take (H, T, D) and no graph of autograd."""
+def _calls_of_step(
+    step: Step, tensors: Sequence[Tensor], backward_of_step: Callable[..., tuple[Tensor, ...]]
+) -> Calls:
+    """Return `calls_of` a step, whose kernels take (H, T, D) and no graph of autograd.
+
+    Args:
+        step: step whose forward is called.
+        tensors: q, k, v, dO of (1, H, T, D).
+        backward_of_step: function (q, k, v, o, lse2, dO) → (dq, dk, dv).
+    """
     # (1, H, T, D) → (H, T, D)
     q, k, v, do = (x.detach()[0] for x in tensors)
     # The backward is timed alone, so it gets the results of a forward made now.
@@ -152,19 +162,7 @@ def _calls_of_step(step: Step, tensors: Sequence[Tensor]) -> Calls:
     def output() -> Tensor:
         return forward(step, q, k, v)[0]
 
-    return {"fwd": output, "bwd": partial(backward, step, q, k, v, o, lse2, do)}
-
-
-def _calls_of_compiled(step: Step, tensors: Sequence[Tensor]) -> Calls:
-    """Return `calls_of` a step's forward with the formula's backward under `torch.compile`."""
-    q, k, v, do = (x.detach()[0] for x in tensors)
-    o, lse2 = forward(step, q, k, v)
-    compiled = torch.compile(whole_matrix_backward, dynamic=False)
-
-    def output() -> Tensor:
-        return forward(step, q, k, v)[0]
-
-    return {"fwd": output, "bwd": partial(compiled, q, k, v, o, lse2, do)}
+    return {"fwd": output, "bwd": partial(backward_of_step, q, k, v, o, lse2, do)}
 
 
 def check(calls: Calls, shape: Shape, tensors: Sequence[Tensor]) -> Metrics:
@@ -236,20 +234,12 @@ def _measure_shape(
     gains(found, [*steps.values()], length)
     for name, metrics in found.items():
         if "fwd_p50_ms" in metrics:
-            metrics |= rates(metrics, shape)
+            metrics |= rates(
+                shape, metrics["fwd_p50_ms"], metrics["bwd_p50_ms"], metrics["fwd_bwd_p50_ms"]
+            )
         # The page shows the steps as a sequence, and the other rows apart from it.
         kind = "steps" if name in steps else "others"
         run.add(name, metrics, head_dim=head_dim, length=length, kind=kind)
-
-
-def rates(metrics: Metrics, shape: Shape) -> Metrics:
-    """Return TFLOP/s by convention: of visible pairs, with a backward of 2.5 forwards."""
-    forward_tflop_ms = shape.flops() / 1e9  # TFLOP of the forward, times 1,000: divide by ms
-    return {
-        "fwd_tflop_per_s": 1.0 * forward_tflop_ms / metrics["fwd_p50_ms"],
-        "bwd_tflop_per_s": 2.5 * forward_tflop_ms / metrics["bwd_p50_ms"],
-        "fwd_bwd_tflop_per_s": 3.5 * forward_tflop_ms / metrics["fwd_bwd_p50_ms"],
-    }
 
 
 def ready(

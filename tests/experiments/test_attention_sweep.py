@@ -70,8 +70,6 @@ def test_an_error_is_judged_beside_the_peers():
     assert len(sweep.wrong([row("sdpa"), row("ours", error=3.1e-3)])) == 2
     assert len(sweep.wrong([row("sdpa"), row("ours", error=float("nan"))])) == 2
     assert sweep.wrong([row("ours", error=1.0), row("sdpa", shape="other")]) == []
-    # Rows of memory over the length have no shape.
-    assert sweep.wrong([row("sdpa", shape=None), row("ours", shape=None)]) == []
 
 
 def test_peers_that_are_faster_are_named_and_the_mean_is_of_all_shapes():

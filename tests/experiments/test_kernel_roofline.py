@@ -40,9 +40,9 @@ def test_every_operation_is_timed_in_each_size():
 
 def test_a_wrong_kernel_is_called_wrong(monkeypatch, tmp_path):
     def broken(small=False):
-        return [dataclasses.replace(norm, make=twice_too_large)]
+        return [dataclasses.replace(norm, make=rms_norm)]
 
-    def twice_too_large(shape, dtype):
+    def rms_norm(shape, dtype):  # twice too large
         return dataclasses.replace(rows.rms_norm(shape, dtype), ours=lambda x, w: 2 * x * w)
 
     norm = next(case for case in rows.cases(small=True) if case.name == "rms_norm")
