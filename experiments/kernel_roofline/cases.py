@@ -225,7 +225,7 @@ class Operation:
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """What to time: "fwd", "bwd" or "both", the two in one call."""
+        """Names of what is timed: "fwd", "bwd" or "both", the two in one call."""
         if self.backward_cost is None:
             return ("fwd",)
         return ("both",) if self.is_loss else ("fwd", "bwd")
