@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 
+import torch
 from tabulate import tabulate
 
 from distlab.cli_errors import how_to_continue, results_go_to
@@ -104,8 +105,9 @@ def cases(machine: str, manifest: Path = MANIFEST) -> list[Case]:
     if machine not in known:
         raise ValueError(f"machine {machine!r} is unknown; {manifest.name} has {', '.join(known)}")
     experiments = known[machine]
-    # The only entry of a machine that is not an experiment.
+    # The only entries of a machine that are not experiments.
     ranks = experiments.pop("ranks")
+    experiments.pop("gpu", None)
     found = []
     for experiment, entries in experiments.items():
         for name, entry in entries.items():
@@ -119,6 +121,35 @@ def cases(machine: str, manifest: Path = MANIFEST) -> list[Case]:
             )
             found.append(case)
     return found
+
+
+def require_machine(machine: str) -> None:
+    """Check that this host is the machine: it has its kind of GPU, and one for each rank.
+
+    Without this check an experiment would choose its preset for a CPU, say, and the small run would
+    replace a record of the GPU.
+
+    Raises:
+        ValueError: this host has too few GPUs, another kind of GPU, or a GPU where the machine has
+            none.
+    """
+    entry = tomllib.loads(MANIFEST.read_text(encoding="utf-8"))[machine]
+    kind = entry.get("gpu")
+    here = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    if kind is None:
+        if here:
+            raise ValueError(
+                f"the records of {machine} are of a host without a GPU, and this one has "
+                f"{here[0]}: CUDA_VISIBLE_DEVICES= hides it"
+            )
+        return
+    # A word of the name, such as "NVIDIA H200": a "GH200" is another machine.
+    right = [name for name in here if kind in name.split()]
+    if len(right) < entry["ranks"]:
+        raise ValueError(
+            f"the records of {machine} need {entry['ranks']} × {kind}, and this host has "
+            f"{', '.join(here) or 'no GPU'}"
+        )
 
 
 def file_of(record: str, folder: Path) -> Path:
@@ -183,6 +214,7 @@ def main(arguments: Sequence[str]) -> int:
             f"records are of a commit, and this tree is {now or 'in none'}: commit first, or "
             "--commit SHA"
         )
+    require_machine(args.machine)
     # A record of this commit is not measured again, so the command can be repeated until all are
     # done.
     left = [case for case in wanted if case.commit(into) != now]

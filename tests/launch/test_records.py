@@ -11,6 +11,7 @@ import sys
 import tomllib
 
 import pytest
+import torch
 
 from distlab.options import given
 from distlab.report import write_json
@@ -50,10 +51,17 @@ def test_every_record_has_the_name_of_a_case_that_renews_it():
     assert not unknown
 
 
+def has_gpus(monkeypatch, *names):
+    """Let this host have GPUs of these names."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: names[index])
+
+
 @pytest.fixture
 def small_manifest(tmp_path, monkeypatch):
     manifest = tmp_path / "manifest.toml"
     manifest.write_text(SMALL)
+    has_gpus(monkeypatch)
     monkeypatch.setattr(records, "MANIFEST", manifest)
     monkeypatch.setattr(
         records, "cases", lambda machine, known=records.cases: known(machine, manifest)
@@ -284,6 +292,39 @@ def test_records_of_no_commit_or_machine_are_refused(argv, line, monkeypatch, tm
     monkeypatch.setenv("GIT_DIR", str(tmp_path))
     assert main(["records", *argv]) == 2
     assert line in capsys.readouterr().err
+
+
+# Regression: without a GPU the CPU's preset ran, and its rows replaced the record of the H200.
+@pytest.mark.parametrize(
+    "machine, names, line",
+    [
+        ("h200", [], "the records of h200 need 1 × H200, and this host has no GPU"),
+        ("h200x2", ["NVIDIA H200"], "h200x2 need 2 × H200, and this host has NVIDIA H200"),
+        ("h200", ["NVIDIA H100 80GB HBM3"], "and this host has NVIDIA H100 80GB HBM3"),
+        ("h200", ["NVIDIA GH200 480GB"], "and this host has NVIDIA GH200 480GB"),
+        ("cpu", ["NVIDIA H200"], "this one has NVIDIA H200: CUDA_VISIBLE_DEVICES= hides it"),
+    ],
+)
+def test_records_of_another_machine_are_refused_before_a_run(
+    machine, names, line, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setenv("GIT_DIR", str(tmp_path))  # no repository: the commit is the one given
+    monkeypatch.setattr(records, "measure", lambda *_: pytest.fail("a run began"))
+    has_gpus(monkeypatch, *names)
+    command = ["records", "--machine", machine, "--commit", "b" * 40, "--into", str(tmp_path)]
+    assert main(command) == 2
+    assert line in capsys.readouterr().err
+    assert main([*command[:3], "--list"]) == 0
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_every_machine_is_itself(machine, monkeypatch):
+    with open(records.MANIFEST, "rb") as manifest:
+        entry = tomllib.load(manifest)[machine]
+    # H200 and H100 in the names that torch gives.
+    has_gpus(monkeypatch, *[f"NVIDIA {entry['gpu']}"] * entry["ranks"] if "gpu" in entry else [])
+    records.require_machine(machine)
+    assert ("gpu" in entry) == (not machine.startswith("cpu"))
 
 
 def test_a_page_shows_no_record_of_uncommitted_code(monkeypatch, tmp_path, capsys):
