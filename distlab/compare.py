@@ -52,6 +52,7 @@ ALIKE = (
 SLOWER, FASTER, TIE, UNSURE = "worse", "better", "tie", "noise unknown"
 # Rows have moved together if at least 3 rows differ by more than 3 %, all in one direction.
 MOVED_ROWS, MOVED_PCT = 3, 3.0
+MOST_NAMED = 6  # rows of one verdict that sentences name; the table has all of them
 MOST_COLUMNS = 4  # runs that have a column each; of more runs, only the first and the last
 
 # First bytes of files that another command reads: compressed traces, and snapshots of memory.
@@ -247,16 +248,25 @@ def verdicts(rows: Records) -> list[str]:
     by_verdict = grouped(rows, lambda row: row.metrics["verdict"])
     found = []
     for verdict in (SLOWER, FASTER):
-        for row in sorted(
-            by_verdict.pop(verdict, []), key=lambda row: -abs(row.metrics["difference_pct"])
-        ):
+        moved = by_verdict.pop(verdict, [])
+        moved.sort(key=lambda row: -abs(row.metrics["difference_pct"]))
+        for row in moved[:MOST_NAMED]:
             found.append(f"{row.variant} is {verdict}: {_sentence(row)}")
-    ties = [row.variant for row in by_verdict.pop(TIE, [])]
-    if ties:
-        found.append(f"Inside the noise: {', '.join(ties)}.")
+        more = len(moved) - MOST_NAMED
+        if more > 0:
+            found.append(f"{more} more rows are {verdict}, by less: the table has them.")
+    if TIE in by_verdict:
+        found.append(f"Inside the noise: {_listed(by_verdict.pop(TIE))}.")
     for verdict, group in by_verdict.items():
-        found.append(f"{verdict}: {', '.join(row.variant for row in group)}.")
+        found.append(f"{verdict}: {_listed(group)}.")
     return found
+
+
+def _listed(rows: Records) -> str:
+    """Name rows, the first few of many."""
+    names = ", ".join(row.variant for row in rows[:MOST_NAMED])
+    more = len(rows) - MOST_NAMED
+    return f"{names} and {more} more" if more > 0 else names
 
 
 def machine_moved(rows: Records) -> float | None:
@@ -376,26 +386,38 @@ def _keyed(runs: Sequence[SavedRun]) -> list[dict[Key, Record]]:
     if all(len(run.records) == 1 for run in runs):
         name = " → ".join(dict.fromkeys(run.first.variant for run in runs))
         return [{(name,): run.first} for run in runs]
-    varying = []
-    if any(len({r.variant for r in run.records}) < len(run.records) for run in runs):
-        # Variants may have several rows, and the options that vary tell these apart.
-        varying = [
-            name
-            for name in dict.fromkeys(
-                itertools.chain(*(r.config for run in runs for r in run.records))
-            )
-            if any(len({str(r.config.get(name)) for r in run.records}) > 1 for run in runs)
-        ]
-    return [
-        {
-            (
-                r.variant,
-                *(f"{name} {r.config[name]}" for name in varying if r.config.get(name) is not None),
-            ): r
-            for r in run.records
-        }
-        for run in runs
-    ]
+    names = _telling_apart(runs)
+    tables = []
+    for run in runs:
+        tables.append({_key(record, names): record for record in run.records})
+    return tables
+
+
+def _telling_apart(runs: Sequence[SavedRun]) -> list[str]:
+    """Return the options that tell rows of one variant apart, as few as do."""
+    if not any(len({r.variant for r in run.records}) < len(run.records) for run in runs):
+        return []  # variants have one row each, also if the runs had other options
+    records = [record for run in runs for record in run.records]
+    names = []
+    for name in dict.fromkeys(name for record in records for name in record.config):
+        if any(len({str(r.config.get(name)) for r in run.records}) > 1 for run in runs):
+            names.append(name)
+    # An option that follows from the others makes names longer and tells nothing apart, as a length
+    # beside the shape. The last ones go first, because experiments name the main ones first.
+    for name in reversed(names):
+        fewer = [each for each in names if each != name]
+        if len({_key(r, fewer) for r in records}) == len({_key(r, names) for r in records}):
+            names = fewer
+    return names
+
+
+def _key(record: Record, names: Sequence[str]) -> Key:
+    """Return a row's variant, and its values of these options."""
+    values = []
+    for name in names:
+        if record.config.get(name) is not None:
+            values.append(f"{name} {record.config[name]}")
+    return (record.variant, *values)
 
 
 def _verdict(old: Record | None, new: Record | None, metric: str) -> Metrics:

@@ -131,6 +131,38 @@ def test_rows_of_one_variant_are_matched_by_what_tells_them_apart():
     assert verdicts(compared([run, run])) == {"sum numel 1": "tie", "sum numel 2": "tie"}
 
 
+# Regression: names also had length, batch and heads, which the shape says, and 60 rows inside the
+# noise were 50 lines of names.
+def test_names_are_as_short_as_tells_rows_apart_and_sentences_name_a_few():
+    def rows(factor):
+        return unsaved(
+            *(
+                samples("ours", [n * factor] * 9, config={"shape": f"1x{n}", "length": n})
+                for n in range(1, 10)
+            )
+        )
+
+    found = compared([rows(1.0), rows(1.0)])
+    assert verdicts(found) == {f"ours shape 1x{n}": "tie" for n in range(1, 10)}
+    (sentence,) = findings(found)
+    assert sentence.startswith("Inside the noise: ours shape 1x1, ")
+    assert sentence.endswith(", ours shape 1x6 and 3 more.")
+    sentences = findings(compared([rows(1.0), rows(2.0)]))
+    assert [" is worse: " in sentence for sentence in sentences] == [True] * 6 + [False] * 2
+    assert sentences[6] == "3 more rows are worse, by less: the table has them."
+
+
+def test_a_name_that_tells_rows_of_two_runs_apart_stays():
+    # Within each run the shape would suffice. The dtypes are of different rows all the same.
+    def run(dtype):
+        rows = [record("a", 1.0, config={"shape": n, "dtype": dtype}) for n in (1, 2)]
+        return unsaved(*rows, record("a", 1.0, config={"shape": 3, "dtype": "fp32"}))
+
+    found = verdicts(compared([run("bf16"), run("fp16")]))
+    assert found["a shape 1 dtype bf16"] == "only in the first run"
+    assert found["a shape 3 dtype fp32"] == "tie"
+
+
 def test_two_machines_are_said_first(tmp_path, capsys, monkeypatch):
     saved(tmp_path, "old", record("a", 1.0, config={"batch": 8}))
     saved(
