@@ -157,7 +157,7 @@ class BucketedDDP(DataParallel):
         if self.exchange.frees_buckets:
             return self.exchange.stand_in(self.trainable[index])
         bucket, position = self._place[index]
-        return bucket.views[position]
+        return bucket.view_at(position)
 
     @torch.no_grad()
     def _take_edited(self) -> None:
@@ -304,6 +304,9 @@ class Placement:
         """Wait, and leave ordinary parameters behind."""
 
 
+_Place = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset of a view
+
+
 class GradientBucket:
     """The memory of one bucket. It packs gradients, and each `.grad` becomes a view of it.
 
@@ -321,7 +324,7 @@ class GradientBucket:
     Attributes:
         buffer: memory of the bucket; None if it has none.
         missing: number of gradients that have not arrived in this step.
-        views: each parameter's part of the buffer.
+        views: each parameter's part of the buffer; read them by `view_at`.
         work: message in flight; None if there is none.
     """
 
@@ -337,13 +340,14 @@ class GradientBucket:
         self.parameters = [parameters[index] for index in plan.indices]
         self.buffer: Tensor | None = buffer
         self.views: list[Tensor] = []
-        self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []  # of the views
+        self._places: list[_Place] = []  # of the views
+        self._addresses: list[int] = []  # of the views
         self._stays = stays
         # Functions that allocate the memory when a gradient is computed. They stay behind when the
         # module is copied or saved.
         self._makers: list[checks.Attached] = []
         for position in range(0 if stays else len(self.parameters)):
-            make = partial(_view_of, weakref.ref(self), position)
+            make = partial(_target_of, weakref.ref(self), position)
             self._makers.append(checks.Attached(make))
         self._used: UsedFlags | None = None
         self.work: Any = None
@@ -361,9 +365,13 @@ class GradientBucket:
         if not self._places:
             for view in self.plan.views(buffer, self.parameters):
                 self._places.append((view.shape, view.stride(), view.storage_offset()))
+        self.views = [self._view_of(place) for place in self._places]
+        self._addresses = [view.data_ptr() for view in self.views]
+
+    def _view_of(self, place: "_Place") -> Tensor:
         # `.data` gives each view a version counter of its own, so that an edit of one gradient can
         # be told from the rest.
-        self.views = [buffer.as_strided(*place).data for place in self._places]
+        return self.buffer.as_strided(*place).data
 
     def allocate(self) -> None:
         """Give the bucket memory, unless it has some."""
@@ -378,19 +386,24 @@ class GradientBucket:
 
     def view_at(self, position: int) -> Tensor:
         """Return the place of the gradient at `position` of the plan, in memory."""
-        self.allocate()
-        return self.views[position]
+        if self.buffer is None:
+            self.allocate()
+        view = self.views[position]
+        if view.data_ptr() != self._addresses[position]:
+            # A view is some parameter's `.grad`. `parameter.grad.data = …`, and a cast of the
+            # module, give this tensor other memory, of which the message knows nothing.
+            view = self.views[position] = self._view_of(self._places[position])
+            self._addresses[position] = view.data_ptr()
+        return view
 
     def add(self, position: int) -> None:
         """Copy the gradient at `position` of the plan to its place, which `.grad` then is."""
-        if self.buffer is None:
-            self.allocate()
         self.missing -= 1
-        parameter, view = self.parameters[position], self.views[position]
+        parameter, view = self.parameters[position], self.view_at(position)
         gradient = parameter.grad
-        same_memory = gradient.untyped_storage()._cdata == view.untyped_storage()._cdata
         # No copy if the gradient was written there, or accumulated there.
-        if not same_memory or gradient.storage_offset() != view.storage_offset():
+        if gradient.data_ptr() != view.data_ptr():
+            checks.check_same_kind(gradient, view)
             view.copy_(gradient)
         parameter.grad = view
 
@@ -401,7 +414,8 @@ class GradientBucket:
             The buffer, ready to be sent.
         """
         self.allocate()
-        for position, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+        for position, parameter in enumerate(self.parameters):
+            view = self.view_at(position)
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad is not view:
@@ -418,14 +432,14 @@ class GradientBucket:
         """
         if self._used is not None:
             for position in self._used.used_elsewhere():
-                self.parameters[position].grad = self.views[position]
+                self.parameters[position].grad = self.view_at(position)
         self.missing = len(self.parameters)
         targets = self.views if self._stays else self._makers
         for parameter, target in zip(self.parameters, targets, strict=True):
             parameter.gradient_target = target
 
 
-def _view_of(reference: "weakref.ref[GradientBucket]", position: int) -> Tensor | None:
+def _target_of(reference: "weakref.ref[GradientBucket]", position: int) -> Tensor | None:
     bucket = reference()
     return None if bucket is None else bucket.view_at(position)
 

@@ -35,7 +35,8 @@ from distlab.comm import collectives
 from distlab.parallel.shard import NOTED_RANK
 
 Named = Sequence[tuple[str, nn.Parameter]]
-Version = tuple[Tensor, int]  # a gradient, and its count of in-place changes at some moment
+# A gradient, its count of in-place changes and its address: they show later that it was changed.
+Noted = tuple[Tensor, tuple[int, int]]
 
 # -- wrap: what cannot be wrapped ------------------------------------------------------------------
 
@@ -370,6 +371,21 @@ def check_gradient(name: str, gradient: Tensor, *, is_ready: bool, has_left: boo
         )
 
 
+def check_same_kind(gradient: Tensor, place: Tensor) -> None:
+    """Check a gradient that is about to be copied to its place in a bucket.
+
+    Raises:
+        TypeError: it has another dtype or device than its parameter had at construction.
+    """
+    if gradient.dtype != place.dtype or gradient.device != place.device:
+        raise TypeError(
+            f"a gradient of shape {tuple(gradient.shape)} is {_kind_of(gradient)}, and was "
+            f"{_kind_of(place)} when the module was wrapped: move or cast the module before "
+            "wrapping it (to do so now, close() the wrapper, change its .module and wrap that "
+            "again); for the dtype of the computation use torch.autocast"
+        )
+
+
 def check_not_accumulated(name: str, gradient: Tensor | None, model: str) -> None:
     """Check a sharded gradient, of which this rank's part is the mean, after a backward.
 
@@ -379,9 +395,9 @@ def check_not_accumulated(name: str, gradient: Tensor | None, model: str) -> Non
     Raises:
         RuntimeError: backward added to the gradient that the last finish left.
     """
-    finished = getattr(gradient, "finished_version", None)
+    finished = getattr(gradient, "finished_state", None)
     # The addition is the only change since finish.
-    if finished is not None and gradient._version == finished + 1:
+    if finished is not None and gradient._version == finished[0] + 1:
         raise _not_zeroed(name, model)
 
 
@@ -427,7 +443,7 @@ def _joined(module: nn.Module, joined: nn.Parameter, frozen: Named) -> ValueErro
     )
 
 
-def check_unedited(named: Named, ready: Mapping[int, Version]) -> None:
+def check_unedited(named: Named, ready: Mapping[int, Noted]) -> None:
     """Check that gradients are those that backward has made, as their messages may have left.
 
     Args:
@@ -436,9 +452,9 @@ def check_unedited(named: Named, ready: Mapping[int, Version]) -> None:
     Raises:
         RuntimeError: one was changed or replaced.
     """
-    for index, (gradient, version) in ready.items():
+    for index, (gradient, state) in ready.items():
         name, parameter = named[index]
-        if parameter.grad is not gradient or gradient._version != version:
+        if parameter.grad is not gradient or (gradient._version, gradient.data_ptr()) != state:
             raise RuntimeError(
                 f"the gradient of '{name}' was changed between backward and "
                 "finish_gradient_synchronization(), when it may have been sent: clip and edit "
@@ -447,7 +463,7 @@ def check_unedited(named: Named, ready: Mapping[int, Version]) -> None:
             )
 
 
-def check_zeroed(named: Named, ready: Mapping[int, Version], model: str) -> None:
+def check_zeroed(named: Named, ready: Mapping[int, Noted], model: str) -> None:
     """Check gradients of which only this rank's part is the mean, before they are sent.
 
     Args:
@@ -458,8 +474,8 @@ def check_zeroed(named: Named, ready: Mapping[int, Version], model: str) -> None
         RuntimeError: backward has not reached one, and it is what the last finish left.
     """
     for index, (name, parameter) in enumerate(named):
-        finished = getattr(parameter.grad, "finished_version", None)
-        if index not in ready and finished is not None and parameter.grad._version == finished:
+        finished = getattr(parameter.grad, "finished_state", None)
+        if index not in ready and finished is not None and parameter.grad._version == finished[0]:
             raise _not_zeroed(name, model)
 
 
@@ -565,13 +581,15 @@ def find_edited(named: Iterable[tuple[str, Tensor]]) -> str | None:
     """Return the name of a parameter whose gradient was changed or replaced since finish, or None.
 
     torch counts a tensor's in-place changes in its `_version`, so a change is seen without reading
-    memory. A gradient that was dropped (set to None) does not count.
+    memory. It does not count `parameter.grad.data = …`, which gives the tensor other memory. A
+    gradient that was dropped (set to None) does not count.
     """
     for name, parameter in named:
         gradient = parameter.grad
         if gradient is None:
             continue
-        if getattr(gradient, "finished_version", None) != gradient._version:
+        finished = getattr(gradient, "finished_state", None)
+        if finished is None or finished != (gradient._version, gradient.data_ptr()):
             return name
     return None
 
@@ -579,8 +597,9 @@ def find_edited(named: Iterable[tuple[str, Tensor]]) -> str | None:
 def mark_finished(named: Named) -> None:
     """Note the gradients as they are now, so that `find_edited` sees later changes."""
     for _, parameter in named:
-        if parameter.grad is not None:
-            parameter.grad.finished_version = parameter.grad._version
+        gradient = parameter.grad
+        if gradient is not None:
+            gradient.finished_state = gradient._version, gradient.data_ptr()
 
 
 # -- step: when any optimizer steps ----------------------------------------------------------------

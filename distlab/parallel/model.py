@@ -125,7 +125,7 @@ class ParallelModel(nn.Module, ABC):
         if self.shards_gradients:
             for _, parameter in self.named:
                 if parameter.grad is not None:
-                    parameter.grad.finished_version = None  # if the block raises, it is half edited
+                    parameter.grad.finished_state = None  # if the block raises, it is half edited
         self._editing = True
         try:
             yield

@@ -3,6 +3,7 @@ nobody has edited only a part of them since."""
 
 import copy
 import pickle
+import re
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -127,12 +128,76 @@ def halve(parameter):
     parameter.grad = parameter.grad * 0.5
 
 
+def halve_data(parameter):
+    """Give the same tensor other memory, which torch does not count as a change."""
+    parameter.grad.data = parameter.grad.data * 0.5
+
+
+def halve_by_set(parameter):
+    with torch.no_grad():
+        parameter.grad.set_(parameter.grad * 0.5)
+
+
+@pytest.mark.parametrize("edit", [halve, halve_data, halve_by_set])
+@on_two_ranks
+def test_an_edit_of_a_mean_changes_this_step_and_no_later_one(context, edit):
+    """`.grad` is a view of the bucket's memory. A view that was given other memory stayed the place
+    that gradients were copied to, and the bucket sent those of an earlier step.
+    """
+    for name in ("naive", "flat", "overlap", "bucketed", "sharded-optimizer"):
+        for set_to_none in (True, False):
+            make = partial(build, "plain", 0, context.device)
+            wrapper, optimizer = get_strategy(name).build(
+                make(), context.group, torch.optim.SGD, {"lr": 0.1}, bucket_size_mb=1e-4
+            )
+            one = OneProcess(make, context.world_size, torch.optim.SGD, lr=0.1)
+            for step in range(3):
+                optimizer.zero_grad(set_to_none)
+                one.zero_grad()
+                loss_of(wrapper, context.rank, step).backward()
+                wrapper.finish_gradient_synchronization()
+                one.backward(lambda model, rank, step=step: loss_of(model, rank, step))
+                for parameter in (*wrapper.module.parameters(), *one.model.parameters()):
+                    edit(parameter)
+                optimizer.step()
+                one.optimizer.step()
+            for mine, expected in zip(
+                wrapper.module.parameters(), one.model.parameters(), strict=True
+            ):
+                assert torch.equal(mine, expected), (name, set_to_none)
+
+
+@on_two_ranks
+def test_a_module_that_is_cast_after_wrapping_is_right_or_refused(context):
+    """Its gradients were given other memory with it, and were averaged no more."""
+    for dtype in (torch.float64, torch.bfloat16):
+        for wrapper, optimizer in every_wrapper_and_its_optimizer(context):
+            loss_of(wrapper, context.rank).backward()
+            wrapper.finish_gradient_synchronization()
+            optimizer.step()
+            wrapper.module.to(dtype)
+            inputs = torch.full((2, 6), context.rank + 1.0, dtype=dtype)
+            try:
+                optimizer.zero_grad()
+                wrapper(inputs).square().mean().backward()
+                wrapper.finish_gradient_synchronization()
+            except (TypeError, RuntimeError) as error:
+                assert re.search(
+                    "cast the module before wrapping|was given other memory", str(error)
+                ), error
+                wrapper.close(restore=False)
+                continue
+            gradients = [parameter.grad for parameter in wrapper.module.parameters()]
+            assert {gradient.dtype for gradient in gradients} == {dtype}
+            assert_same_on_all_ranks(gradients, context)
+
+
 @on_two_ranks
 def test_gradients_edited_before_finish_raise_under_every_strategy(context):
     """Some are on their way already: half of an edit would be averaged, or none of it."""
-    for edit in ("clipped", "one dropped", "in a hook"):
+    for edit in ("clipped", "one dropped", "in a hook", "other memory"):
         for wrapper, optimizer in every_wrapper_and_its_optimizer(context):
-            if isinstance(wrapper, FSDP) and edit != "clipped":
+            if isinstance(wrapper, FSDP) and edit not in ("clipped", "other memory"):
                 continue  # is right; has its own refusal
             if wrapper.accumulates_shards:
                 continue  # torch raises, see `test_zero2.py`
@@ -145,6 +210,8 @@ def test_gradients_edited_before_finish_raise_under_every_strategy(context):
                 torch.nn.utils.clip_grad_norm_(parameters, 0.1)
             if edit == "one dropped":
                 parameters[-1].grad = None
+            if edit == "other memory":
+                halve_data([p for p in wrapper.parameters() if p.grad is not None][-1])
             with unchanged(wrapper):
                 with pytest.raises(
                     RuntimeError, match=r"changed between backward and finish.*after finish"
@@ -192,6 +259,11 @@ def replaced(parameters):
         parameter.grad = parameter.grad.sign()
 
 
+def given_other_memory(parameters):
+    for parameter in parameters:
+        parameter.grad.data = parameter.grad.data.sign()
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", ["zero1", "fsdp"])
 @pytest.mark.ranks
@@ -223,7 +295,7 @@ def test_edits_of_gradients_reach_the_step_or_stop_it(context, kind, world_size)
             torch.testing.assert_close(mine, expected)
         assert_same_on_all_ranks(full, context)
 
-    for number, edit in enumerate((by_value, replaced)):
+    for number, edit in enumerate((by_value, replaced, given_other_memory)):
         backward(number)
         with wrapper.elementwise_gradient_edits():
             edit(wrapper.parameters())
@@ -241,7 +313,9 @@ def test_edits_of_gradients_reach_the_step_or_stop_it(context, kind, world_size)
         by_norm,
         by_value,
         replaced,
+        given_other_memory,
         lambda parameters: halve([p for p in parameters if p.numel()][-1]),
+        lambda parameters: halve_data([p for p in parameters if p.numel()][-1]),
     ):
         backward(6)
         edit(wrapper.parameters())
