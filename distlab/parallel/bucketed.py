@@ -22,6 +22,7 @@ through the graph in every step.
 buckets in other ways.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -307,6 +308,16 @@ class Placement:
 _Place = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset of a view
 
 
+def _references_of_ours() -> int:
+    """Return the references to a view that nobody keeps: a list's, a variable's, an argument's."""
+    views = [object()]
+    view = views[0]
+    return sys.getrefcount(view)
+
+
+OURS = _references_of_ours()
+
+
 class GradientBucket:
     """The memory of one bucket. It packs gradients, and each `.grad` becomes a view of it.
 
@@ -341,14 +352,13 @@ class GradientBucket:
         self.buffer: Tensor | None = buffer
         self.views: list[Tensor] = []
         self._places: list[_Place] = []  # of the views
-        self._addresses: list[int] = []  # of the views
-        self._stays = stays
-        # Functions that allocate the memory when a gradient is computed. They stay behind when the
-        # module is copied or saved.
-        self._makers: list[checks.Attached] = []
-        for position in range(0 if stays else len(self.parameters)):
-            make = partial(_target_of, weakref.ref(self), position)
-            self._makers.append(checks.Attached(make))
+        self._storage: int | None = None  # torch's number of the memory
+        # Functions that return the place of a gradient when it is computed. They stay behind when
+        # the module is copied or saved.
+        self._targets: list[checks.Attached] = []
+        for position in range(len(self.parameters)):
+            target = partial(_target_of, weakref.ref(self), position)
+            self._targets.append(checks.Attached(target))
         self._used: UsedFlags | None = None
         self.work: Any = None
         if stays:
@@ -366,7 +376,7 @@ class GradientBucket:
             for view in self.plan.views(buffer, self.parameters):
                 self._places.append((view.shape, view.stride(), view.storage_offset()))
         self.views = [self._view_of(place) for place in self._places]
-        self._addresses = [view.data_ptr() for view in self.views]
+        self._storage = buffer.untyped_storage()._cdata
 
     def _view_of(self, place: "_Place") -> Tensor:
         # `.data` gives each view a version counter of its own, so that an edit of one gradient can
@@ -382,30 +392,43 @@ class GradientBucket:
     def free(self) -> None:
         """Let go of the memory. No `.grad` may be a view of it."""
         self.buffer = None
+        self._storage = None
         self.views = []
 
     def view_at(self, position: int) -> Tensor:
-        """Return the place of the gradient at `position` of the plan, in memory."""
+        """Return the place of the gradient at `position` of the plan."""
         if self.buffer is None:
             self.allocate()
         view = self.views[position]
-        if view.data_ptr() != self._addresses[position]:
+        if view.untyped_storage()._cdata != self._storage:
             # A view is some parameter's `.grad`. `parameter.grad.data = …`, and a cast of the
             # module, give this tensor other memory, of which the message knows nothing.
             view = self.views[position] = self._view_of(self._places[position])
-            self._addresses[position] = view.data_ptr()
+        return view
+
+    def place_for(self, position: int) -> Tensor:
+        """Return the place of the gradient at `position` of the plan, to be overwritten."""
+        view = self.view_at(position)
+        if sys.getrefcount(view) > OURS:
+            # Someone keeps this tensor, `parameter.grad` of an earlier backward. Under torch's DDP
+            # it would stay as it is, so it gets memory of its own.
+            view.data = view.clone()
+            view = self.view_at(position)
         return view
 
     def add(self, position: int) -> None:
         """Copy the gradient at `position` of the plan to its place, which `.grad` then is."""
         self.missing -= 1
-        parameter, view = self.parameters[position], self.view_at(position)
+        parameter = self.parameters[position]
         gradient = parameter.grad
+        offset = self.view_at(position).storage_offset()
         # No copy if the gradient was written there, or accumulated there.
-        if gradient.data_ptr() != view.data_ptr():
+        same_memory = gradient.untyped_storage()._cdata == self._storage
+        if not same_memory or gradient.storage_offset() != offset:
+            view = self.place_for(position)
             checks.check_same_kind(gradient, view)
             view.copy_(gradient)
-        parameter.grad = view
+        parameter.grad = self.view_at(position)
 
     def seal(self) -> Tensor:
         """Pack what has not arrived, and write the flags.
@@ -415,10 +438,9 @@ class GradientBucket:
         """
         self.allocate()
         for position, parameter in enumerate(self.parameters):
-            view = self.view_at(position)
             if parameter.grad is None:
-                view.zero_()
-            elif parameter.grad is not view:
+                self.place_for(position).zero_()
+            elif parameter.grad is not self.view_at(position):
                 self.add(position)
         if self._used is not None:
             self._used.write()
@@ -434,14 +456,13 @@ class GradientBucket:
             for position in self._used.used_elsewhere():
                 self.parameters[position].grad = self.view_at(position)
         self.missing = len(self.parameters)
-        targets = self.views if self._stays else self._makers
-        for parameter, target in zip(self.parameters, targets, strict=True):
+        for parameter, target in zip(self.parameters, self._targets, strict=True):
             parameter.gradient_target = target
 
 
 def _target_of(reference: "weakref.ref[GradientBucket]", position: int) -> Tensor | None:
     bucket = reference()
-    return None if bucket is None else bucket.view_at(position)
+    return None if bucket is None else bucket.place_for(position)
 
 
 def withdraw_targets(parameters: Sequence[nn.Parameter]) -> None:

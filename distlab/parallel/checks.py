@@ -35,8 +35,7 @@ from distlab.comm import collectives
 from distlab.parallel.shard import NOTED_RANK
 
 Named = Sequence[tuple[str, nn.Parameter]]
-# A gradient, its count of in-place changes and its address: they show later that it was changed.
-Noted = tuple[Tensor, tuple[int, int]]
+State = tuple[int, int]  # of a gradient, as `state_of` returns it
 
 # -- wrap: what cannot be wrapped ------------------------------------------------------------------
 
@@ -443,7 +442,7 @@ def _joined(module: nn.Module, joined: nn.Parameter, frozen: Named) -> ValueErro
     )
 
 
-def check_unedited(named: Named, ready: Mapping[int, Noted]) -> None:
+def check_unedited(named: Named, ready: Mapping[int, tuple[Tensor, State]]) -> None:
     """Check that gradients are those that backward has made, as their messages may have left.
 
     Args:
@@ -454,7 +453,7 @@ def check_unedited(named: Named, ready: Mapping[int, Noted]) -> None:
     """
     for index, (gradient, state) in ready.items():
         name, parameter = named[index]
-        if parameter.grad is not gradient or (gradient._version, gradient.data_ptr()) != state:
+        if parameter.grad is not gradient or state_of(gradient) != state:
             raise RuntimeError(
                 f"the gradient of '{name}' was changed between backward and "
                 "finish_gradient_synchronization(), when it may have been sent: clip and edit "
@@ -463,7 +462,7 @@ def check_unedited(named: Named, ready: Mapping[int, Noted]) -> None:
             )
 
 
-def check_zeroed(named: Named, ready: Mapping[int, Noted], model: str) -> None:
+def check_zeroed(named: Named, ready: Mapping[int, tuple[Tensor, State]], model: str) -> None:
     """Check gradients of which only this rank's part is the mean, before they are sent.
 
     Args:
@@ -577,19 +576,29 @@ def check_stand_ins(named: Named, is_edited: Callable[[nn.Parameter], bool]) -> 
             )
 
 
+def state_of(gradient: Tensor) -> State:
+    """Return what shows later that a gradient was changed, without reading its values.
+
+    torch counts a tensor's in-place changes in its `_version`. It does not count
+    `parameter.grad.data = …`, which gives the tensor other memory.
+
+    Returns:
+        Count of in-place changes, and torch's number of the memory.
+    """
+    return gradient._version, gradient.untyped_storage()._cdata
+
+
 def find_edited(named: Iterable[tuple[str, Tensor]]) -> str | None:
     """Return the name of a parameter whose gradient was changed or replaced since finish, or None.
 
-    torch counts a tensor's in-place changes in its `_version`, so a change is seen without reading
-    memory. It does not count `parameter.grad.data = …`, which gives the tensor other memory. A
-    gradient that was dropped (set to None) does not count.
+    A gradient that was dropped (set to None) does not count.
     """
     for name, parameter in named:
         gradient = parameter.grad
         if gradient is None:
             continue
         finished = getattr(gradient, "finished_state", None)
-        if finished is None or finished != (gradient._version, gradient.data_ptr()):
+        if finished is None or finished != state_of(gradient):
             return name
     return None
 
@@ -599,7 +608,7 @@ def mark_finished(named: Named) -> None:
     for _, parameter in named:
         gradient = parameter.grad
         if gradient is not None:
-            gradient.finished_state = gradient._version, gradient.data_ptr()
+            gradient.finished_state = state_of(gradient)
 
 
 # -- step: when any optimizer steps ----------------------------------------------------------------

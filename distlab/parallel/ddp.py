@@ -56,7 +56,7 @@ class Step:
     Attributes:
         phase: phase of the step.
         ready: gradients that backward has made since the last finish, by parameter index, each with
-            its count of in-place changes and its address at that moment.
+            its state at that moment.
         accumulated: indices of the parameters that a backward inside no_sync() has reached since
             the last finish.
         unsent: messages that may leave before finish and have not left, in plan order. Finish sends
@@ -66,7 +66,7 @@ class Step:
     """
 
     phase: Phase = Phase.IDLE
-    ready: dict[int, checks.Noted] = field(default_factory=dict)
+    ready: dict[int, tuple[Tensor, checks.State]] = field(default_factory=dict)
     accumulated: set[int] = field(default_factory=set)
     unsent: deque[Any] = field(default_factory=deque)
     sent_early: bool = False
@@ -204,8 +204,7 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
             _unfinished[ddp] = None
             torch.autograd.Variable._execution_engine.queue_callback(ddp._backward_ended)
         ddp._gradient_ready(index)  # from here on, `.grad` may be a view of a bucket
-        gradient = parameter.grad
-        step.ready[index] = gradient, (gradient._version, gradient.data_ptr())
+        step.ready[index] = parameter.grad, checks.state_of(parameter.grad)
         ddp._send_complete()
 
     def _send_complete(self) -> None:

@@ -373,8 +373,7 @@ class ReduceScatterAndFree(ReduceScatter):
         self._arriving: dict[GradientBucket, Tensor] = {}
         self._last_sent: GradientBucket | None = None
         self._stand_ins: dict[nn.Parameter, Tensor] = {}
-        # Their counts of in-place changes, and their addresses, after finish.
-        self._finished: dict[nn.Parameter, tuple[int, int]] = {}
+        self._finished: dict[nn.Parameter, checks.State] = {}  # their states after finish
         self._kept: set[nn.Parameter] = set()  # parameters whose mean the next one is added to
         self._hooks = []
         for parameter in ddp.trainable:
@@ -396,7 +395,7 @@ class ReduceScatterAndFree(ReduceScatter):
             self._kept.discard(parameter)
         elif gradient is stand_in:
             parameter.grad = None
-            if (stand_in._version, stand_in.data_ptr()) == self._finished.get(parameter):
+            if checks.state_of(stand_in) == self._finished.get(parameter):
                 self._kept.add(parameter)
             else:  # by zero_grad(set_to_none=False)
                 self._kept.discard(parameter)
@@ -420,7 +419,7 @@ class ReduceScatterAndFree(ReduceScatter):
             parameter.grad = stand_in
             index = bucket.plan.indices[position]
             if index in ddp.step.ready:
-                ddp.step.ready[index] = stand_in, (stand_in._version, stand_in.data_ptr())
+                ddp.step.ready[index] = stand_in, checks.state_of(stand_in)
         # Wait for the bucket before, and only now: the computation stops until that one has
         # arrived, and meanwhile this one must be waiting to be sent.
         before, self._last_sent = self._last_sent, bucket
@@ -447,15 +446,14 @@ class ReduceScatterAndFree(ReduceScatter):
         self._last_sent = None
         self._kept.clear()
         for parameter, stand_in in self._stand_ins.items():
-            self._finished[parameter] = stand_in._version, stand_in.data_ptr()
+            self._finished[parameter] = checks.state_of(stand_in)
 
     def is_edited(self, parameter: nn.Parameter) -> bool:
         """Return whether `.grad` was given another value than its stand-in since finish."""
         gradient, stand_in = parameter.grad, self._stand_ins[parameter]
         if gradient is None:
             return False
-        state = stand_in._version, stand_in.data_ptr()
-        return gradient is not stand_in or state != self._finished[parameter]
+        return gradient is not stand_in or checks.state_of(stand_in) != self._finished[parameter]
 
     def mean_slice(self, bucket: GradientBucket) -> Tensor | None:
         """See `ReduceScatter.mean_slice`."""

@@ -32,6 +32,23 @@ def test_a_gradient_that_lies_in_its_bucket_is_not_copied():
     assert torch.equal(parameter.grad, torch.arange(6.0).view(2, 3))
 
 
+def test_a_target_is_not_the_gradient_that_someone_keeps():
+    parameter = torch.nn.Parameter(torch.zeros(2, 3))
+    (plan,) = plan_buckets([6], [torch.float32], None)
+    bucket = GradientBucket(plan, [parameter])
+    for number in range(3):
+        parameter.grad = None
+        target = gradient_target(parameter)
+        parameter.grad = target.fill_(number).view_as(target)
+        bucket.add(0)
+        bucket.unpack()
+        if number == 0:
+            kept = parameter.grad
+        del target
+        assert bucket.buffer[:6].tolist() == [number] * 6
+    assert kept.tolist() == torch.zeros(2, 3).tolist()
+
+
 def test_a_target_is_given_away_once_and_only_without_a_gradient():
     weight = torch.nn.Parameter(torch.zeros(2))
     target = torch.zeros(2)

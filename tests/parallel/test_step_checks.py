@@ -168,6 +168,22 @@ def test_an_edit_of_a_mean_changes_this_step_and_no_later_one(context, edit):
 
 
 @on_two_ranks
+def test_gradients_that_are_kept_over_a_step_stay_as_they_were(context):
+    """As under torch's DDP. They were views of a bucket, which the next backward overwrites."""
+    for wrapper, optimizer in every_wrapper_and_its_optimizer(context, (*AVERAGING[:-1], "fsdp")):
+        kept = []
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(wrapper, context.rank, step).backward()
+            wrapper.finish_gradient_synchronization()
+            gradients = [p.grad for p in wrapper.parameters() if p.grad is not None]
+            kept.append((gradients, [gradient.clone() for gradient in gradients]))
+            optimizer.step()
+        for gradients, values in kept:
+            assert all(map(torch.equal, gradients, values)), type(optimizer).__name__
+
+
+@on_two_ranks
 def test_a_module_that_is_cast_after_wrapping_is_right_or_refused(context):
     """Its gradients were given other memory with it, and were averaged no more."""
     for dtype in (torch.float64, torch.bfloat16):
