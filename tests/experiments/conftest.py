@@ -42,7 +42,8 @@ def smoke(tmp_path_factory):
         with open(root / f"{name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not rows.exists():
-                found = measured(load(name).EXPERIMENT, root / "smoke", **FIELDS.get(name, {}))
+                experiment, fields = load(name).EXPERIMENT, FIELDS.get(name, {})
+                found = measured(experiment, root / "smoke", draws=True, **fields)
                 rows.write_bytes(pickle.dumps(found))
         return pickle.loads(rows.read_bytes()), root / "smoke" / name / "run"
 

@@ -5,21 +5,26 @@ command does.
 import importlib
 import os
 import tempfile
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 from distlab.experiment import lone_context, run_folder
+from distlab.report.view import _draw
 from distlab.testing import run_ranks
 from launch.__main__ import main
 from tests.commands import be_python, forked
 
 
-def measured(experiment, root, preset="smoke", timeout_s=20.0, **fields):
+def measured(experiment, root, preset="smoke", timeout_s=20.0, draws=False, **fields):
     """The rows of a run named `run` under `root`, written as the command writes them.
 
     Args:
         timeout_s: seconds that a collective may take, on ranks.
+        draws: True to draw the pictures of the view, which takes up to a second. The one run in
+            small of every experiment, see `smoke`, has them.
         fields: of the configuration, over the preset's.
     """
     if experiment.ranks == "many":
@@ -29,12 +34,13 @@ def measured(experiment, root, preset="smoke", timeout_s=20.0, **fields):
             str(root),
             preset,
             fields,
+            draws,
         )
         return run_ranks(on_rank, ranks, *arguments, deadline_s=300, group_timeout_s=timeout_s)[0]
-    return _measured(experiment, lone_context("cpu"), root, preset, fields)
+    return _measured(experiment, lone_context("cpu"), root, preset, fields, draws)
 
 
-def on_rank(context, name, root, preset, fields):
+def on_rank(context, name, root, preset, fields, draws=False):
     """Run `measured` on this rank, with our kernels in plain torch: interpreting them takes ten
     times as long.
 
@@ -46,10 +52,21 @@ def on_rank(context, name, root, preset, fields):
     explained = patch("experiments.ddp_bench.rows.EXPLAINED_S", 1e9)
     traced = patch("experiments.ddp_bench.rows.TRACED_ON_CPU", 2)
     with plain, explained, traced:
-        return _measured(experiment, context, root, preset, fields)
+        return _measured(experiment, context, root, preset, fields, draws)
 
 
-def _measured(experiment, context, root, preset, fields):
+def _measured(experiment, context, root, preset, fields, draws):
+    drawing = nullcontext() if draws else patch("distlab.report.view._draw", _others)
+    with drawing:
+        return _measured_and_written(experiment, context, root, preset, fields)
+
+
+def _others(view, records, path):
+    """Return the pictures that the run itself has drawn, and draw none."""
+    return _draw(replace(view, pictures={}), records, path)
+
+
+def _measured_and_written(experiment, context, root, preset, fields):
     config = experiment.config(**(experiment.preset(preset, on_gpu=False) | fields))
     with run_folder(context, root, experiment.name, "run") as folder:
         config = experiment.prepare(config, context)

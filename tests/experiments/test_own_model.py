@@ -38,7 +38,7 @@ UNUSED = {  # a part of what each says
     "name, strategies",
     [
         ("mixture", strategies_on("cpu")),
-        ("bert", ("local", "naive", "bucketed", "zero1", "fsdp2")),
+        ("bert", ("local", "bucketed", "zero1", "fsdp2")),
         ("resnet", ("local", "zero1", "fsdp")),
         ("dictionary", ("local", "bucketed")),
     ],
@@ -147,7 +147,7 @@ def test_nobody_is_accused_of_rounding(name, ranks, tmp_path):
     """
     choice = {"factory": f"tests.bench.odd_values:{name}", "check_steps": 2, **SHORT}
     choice |= {
-        "strategies": ("local", "naive", "bucketed", "fsdp", "torch-ddp"),
+        "strategies": ("local", "bucketed", "fsdp", "torch-ddp"),
         "wraps": (WRAPPERS + "summed",),
     }
     records = measured(replace(ddp_bench.EXPERIMENT, nproc=ranks), tmp_path, **choice)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from distlab.grade import grade
+from distlab.grade.examination import _Part
 from distlab.grade.report import BROKEN, HOLDS, NOT_EXAMINED, NOT_HANDED_IN, REFUSED
 from tests.commands import python
 
@@ -39,8 +40,18 @@ def not_right(report):
         ("labs_own", "attention-pytorch"),
     ],
 )
-def test_a_right_solution_keeps_every_invariant_of_a_part(style, part):
-    """Each kind of part, and each style but torch's own, which starts slowly: see below."""
+def test_a_right_solution_keeps_every_invariant_of_a_part(style, part, monkeypatch):
+    """Each kind of part, and each style but torch's own, which starts slowly: see below.
+
+    Three ranks divide parameters unevenly, and take each path that two take. So an invariant of
+    both is examined on three, and below on both.
+    """
+    on_all = _Part._examined
+
+    def on_most(examination, invariant, ranks):
+        return on_all(examination, invariant, ranks[-1:])
+
+    monkeypatch.setattr(_Part, "_examined", on_most)
     report = grade(SUBMISSIONS, adapters=style, only=[part])
     assert not_right(report) == []
     assert report.counts()[HOLDS] >= 9

@@ -2,8 +2,13 @@
 
 import importlib
 import json
+import multiprocessing
+import os
+import subprocess
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +16,13 @@ import torch.nn.functional as F
 
 from distlab.kernel_check import OPERATIONS, check_kernel
 from distlab.kernel_check.judge import BREAKS_GPU
+from distlab.testing import PRELOADED
 from kernels import cross_entropy, layernorm, rmsnorm, rope, softmax, swiglu
 from launch.__main__ import main
+from tests.commands import be_python
 from tests.kernel_check import hostile_kernels
 
+child_module = importlib.import_module("distlab.kernel_check.child")
 hostile = importlib.import_module("distlab.kernel_check.hostile")
 judge = importlib.import_module("distlab.kernel_check.judge")
 report_module = importlib.import_module("distlab.kernel_check.report")
@@ -120,7 +128,7 @@ def test_a_gradient_that_is_added_up_in_half_precision_is_wrong():
     ],
 )
 def test_our_kernels_are_right(name):
-    report = check_kernel(OURS[name], name, count=0, device="cpu", seconds=3)
+    report = check_kernel(OURS[name], name, count=0, device="cpu", seconds=1.5)
     assert report.is_right and report.right >= 3, report
 
 
@@ -363,7 +371,8 @@ class FunctionWithSetup(torch.autograd.Function):
     ],
 )
 def test_an_option_is_given_to_its_own_parameter(function, called):
-    report = check_kernel(function, "causal_attention", count=0, device="cpu")
+    # A backward has no arguments that a caller gives.
+    report = check_kernel(function, "causal_attention", backward=False, count=0, device="cpu")
     assert report.is_right and not report.refused, report
     assert report.called.endswith(called) and f"called with {report.called}" in str(report)
 
@@ -372,6 +381,51 @@ def test_an_option_is_given_to_its_own_parameter(function, called):
 def away(tmp_path, monkeypatch):
     """Write the pages of runs into a folder of the test."""
     monkeypatch.chdir(tmp_path)
+
+
+def be_child(command, pipe, output):
+    """Be `python -m distlab.kernel_check.child SETTINGS DESCRIPTOR`."""
+    os.setsid()
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
+    be_python([*command, str(pipe.fileno())])
+
+
+class ForkedChild:
+    """A child of the command that is a fork with torch imported, and not a new interpreter.
+
+    It has the attributes of `subprocess.Popen` that the command uses.
+    """
+
+    def __init__(self, command, stdout, pass_fds, **options):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        # A connection is a descriptor that can be sent to another process.
+        sent = [Connection(os.dup(each)) for each in (*pass_fds, stdout.fileno())]
+        module = command[command.index("-m") : -1]
+        self.process = context.Process(target=be_child, args=(module, *sent))
+        self.process.start()
+        self.pid = self.process.pid
+        # The end of the pipe tells that the child is gone.
+        for connection in sent:
+            connection.close()
+
+    def wait(self, timeout=None):
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired("a child", timeout)
+        return self.process.exitcode
+
+
+@pytest.fixture
+def forks(monkeypatch):
+    """Fork the children of the command, each of which would import torch for three seconds."""
+    replaced = SimpleNamespace(
+        Popen=ForkedChild,
+        DEVNULL=subprocess.DEVNULL,
+        TimeoutExpired=subprocess.TimeoutExpired,
+    )
+    monkeypatch.setattr(child_module, "subprocess", replaced)
 
 
 def examined(function, capsys, *options):
@@ -390,7 +444,7 @@ def found_by(answer):
     return found
 
 
-def test_a_kernel_that_hangs_or_ends_or_breaks_the_gpu_costs_its_input_alone(capsys):
+def test_a_kernel_that_hangs_or_ends_or_breaks_the_gpu_costs_its_input_alone(forks, capsys):
     """After each of the three another process goes on with the next input."""
     code, answer = examined("hangs_exits_or_breaks_the_gpu", capsys, "--case-seconds", "2")
     found = found_by(answer)
@@ -404,7 +458,7 @@ def test_a_kernel_that_hangs_or_ends_or_breaks_the_gpu_costs_its_input_alone(cap
     assert all(finding["inputs"] == 1 for finding in answer["findings"])
 
 
-def test_a_kernel_that_crashes_costs_its_input_alone_and_one_that_prints_is_ended(capsys):
+def test_a_kernel_that_crashes_costs_its_input_alone_and_one_that_prints_is_ended(forks, capsys):
     code, answer = examined("crashes_or_prints", capsys)
     assert code == 1 and answer["right"] > 30
     assert found_by(answer) == {
@@ -446,7 +500,7 @@ def test_a_right_kernel_passes_the_command_and_has_a_page(capsys, tmp_path):
     assert main(["runs"]) == 0 and "kernel/mine" in capsys.readouterr().out
 
 
-def test_a_wrong_kernel_ends_with_its_page(capsys):
+def test_a_wrong_kernel_ends_with_its_page(forks, capsys):
     name = "tests.kernel_check.hostile_kernels:changes_its_input"
     assert main(["kernel", name, "--as", "rms_norm", "--device", "cpu", "--count", "0"]) == 1
     *lines, last = capsys.readouterr().out.strip().splitlines()
@@ -467,7 +521,7 @@ def test_a_wrong_kernel_ends_with_its_page(capsys):
         (["no_such_module:b", "--as", "rms_norm"], "the import of no_such_module failed"),
     ],
 )
-def test_a_mistake_in_the_command_is_one_line(arguments, said, capsys, tmp_path):
+def test_a_mistake_in_the_command_is_one_line(arguments, said, forks, capsys, tmp_path):
     assert main(["kernel", *arguments]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert said in line and not list(tmp_path.glob("outputs/kernel/*"))

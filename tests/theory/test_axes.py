@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from unittest.mock import patch
 
 import pytest
 
@@ -26,11 +27,21 @@ DTYPES = {"bucketed": "fp32", "zero1": "bf16", "zero2": "bf16", "fsdp": "bf16"}
 LAYOUTS_OF = {"bucketed": LAYOUTS, "zero1": BOTH_OR_NONE, "zero2": BOTH_OR_NONE, "fsdp": LAYOUTS}
 
 
+def in_two_steps(*arguments, **options):
+    """Simulate two steps instead of three, for tests that look at the messages and memory of one.
+
+    The first learns orders and makes the optimizer's states. The others repeat each other, and only
+    a replay needs two of them.
+    """
+    with patch("distlab.simulate.step.STEPS", 2):
+        return simulate_training(*arguments, **options)
+
+
 @cache
 def simulated(config, strategy, layout, dtype, checkpointing="none"):
     """Simulate a step on 8 fake ranks; tests of messages and of memory look at the same ones."""
     shared = Layout.parse(layout)
-    return simulate_training(
+    return in_two_steps(
         config,
         strategy,
         batch=1,
@@ -76,7 +87,7 @@ def test_a_step_sends_what_the_closed_form_says(strategy):
 def test_zero2_sends_the_gradients_of_each_micro_batch(micro_batches):
     """And gathers once. Its memory stays that of one micro-batch."""
     sizes = {"batch": 1, "world_size": 8, "micro_batches": micro_batches}
-    step = simulate_training(CONFIG, "zero2", dtype="bf16", **sizes)
+    step = in_two_steps(CONFIG, "zero2", dtype="bf16", **sizes)
     in_bf16 = precision_of("bf16", casts_parameters=False)
     assert_as_said(
         step,
@@ -96,7 +107,7 @@ def test_zero2_sends_the_gradients_of_each_micro_batch(micro_batches):
 def test_hybrid_sharding_sends_and_holds_shards_of_each_micro_batch(dtype):
     """Two groups of four ranks, within 2.5 % of memory: no full gradients are summed."""
     sizes = {"batch": 1, "micro_batches": 3, "shard_size": 4}
-    step = simulate_training(CONFIG, "hsdp", world_size=8, dtype=dtype, **sizes)
+    step = in_two_steps(CONFIG, "hsdp", world_size=8, dtype=dtype, **sizes)
     assert_as_said(
         step,
         "hsdp",
@@ -115,7 +126,7 @@ def test_hybrid_sharding_sends_and_holds_shards_of_each_micro_batch(dtype):
 def test_owners_broadcast_what_the_closed_form_says():
     """Of a model whose owners have parameters for several messages of 25 MiB."""
     config = replace(CONFIG, num_layers=6, vocab_size=32_768)
-    step = simulate_training(config, "sharded-optimizer", batch=1, world_size=2)
+    step = in_two_steps(config, "sharded-optimizer", batch=1, world_size=2)
     broadcasts = [call.bytes for call in step.calls if call.op == "broadcast"]
     assert len(broadcasts) > 4 and max(broadcasts) > 25 * 2**20
     assert_as_said(step, "sharded-optimizer", Layout(), ModelShape.of(config), 2)
@@ -133,7 +144,7 @@ def test_what_recomputed_blocks_send_again():
     """All that their forward sent, but the reduce-scatter at the end of each, or of each group."""
     for name, keeps in RECOMPUTED.items():
         layout, plan = Layout.parse(name), checkpoint_plan(keeps, CONFIG.num_layers)
-        step = simulate_training(
+        step = in_two_steps(
             CONFIG,
             "bucketed",
             batch=1,
@@ -167,7 +178,7 @@ def test_a_rank_of_a_pipeline_sends_what_the_closed_form_says(strategy):
     for layout in map(Layout.parse, PIPELINES[strategy]):
         for place, part in enumerate(rank_parts(DEEP, layout, micro_batches=MICRO_BATCHES)):
             rank = place * RANKS // layout.pipeline
-            step = simulate_training(
+            step = in_two_steps(
                 DEEP,
                 strategy,
                 batch=1,
@@ -226,7 +237,7 @@ def test_each_rank_of_a_pipeline_holds_what_the_closed_form_says(strategy, dtype
             peaks.append(planned.of_rank(part, RANKS).peak.total)
             if layout.schedule == "gpipe" and part.shape.has_head:
                 continue
-            step = simulate_training(
+            step = in_two_steps(
                 config,
                 strategy,
                 batch=1,
