@@ -25,7 +25,6 @@ buckets in other ways.
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -353,12 +352,7 @@ class GradientBucket:
         self.views: list[Tensor] = []
         self._places: list[_Place] = []  # of the views
         self._storage: int | None = None  # torch's number of the memory
-        # Functions that return the place of a gradient when it is computed. They stay behind when
-        # the module is copied or saved.
-        self._targets: list[checks.Attached] = []
-        for position in range(len(self.parameters)):
-            target = partial(_target_of, weakref.ref(self), position)
-            self._targets.append(checks.Attached(target))
+        self._targets = [_Target(self, position) for position in range(len(self.parameters))]
         self._used: UsedFlags | None = None
         self.work: Any = None
         if stays:
@@ -460,9 +454,22 @@ class GradientBucket:
             parameter.gradient_target = target
 
 
-def _target_of(reference: "weakref.ref[GradientBucket]", position: int) -> Tensor | None:
-    bucket = reference()
-    return None if bucket is None else bucket.place_for(position)
+class _Target:
+    """Returns the place of a gradient in its bucket, when that is computed.
+
+    A copy of the parameter, and a file that it is saved to, have None instead.
+    """
+
+    def __init__(self, bucket: GradientBucket, position: int):
+        self._bucket = weakref.ref(bucket)
+        self._position = position
+
+    def __call__(self) -> Tensor | None:
+        bucket = self._bucket()
+        return None if bucket is None else bucket.place_for(self._position)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 def withdraw_targets(parameters: Sequence[nn.Parameter]) -> None:
