@@ -11,8 +11,9 @@ from tests.fuzz import Case, Part, Regime
 @pytest.mark.parametrize(
     "ranks, seeds",
     # Two ranks have most of the models. Three have only enough to divide unevenly: `make nightly`
-    # draws 2,000 for both.
-    [(2, range(30, 60)), (3, range(70, 76)), (4, range(100, 108))],
+    # draws 2,000 for both. Of models 50 to 59, only the last shows a fault of mutations.toml that
+    # the 20 before them do not.
+    [(2, [*range(30, 50), 59]), (3, range(70, 76)), (4, range(100, 108))],
     ids=["2-ranks", "3-ranks", "a-mesh"],
 )
 def test_random_models_train_as_in_one_process(ranks, seeds):
