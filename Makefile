@@ -29,7 +29,7 @@ lint: install
 	$(BIN)/ruff format --check --quiet .
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 -m "not commands" $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal --durations 10 -m "not commands" $(ARGS)
 
 costs: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal --costs tests/costs.json -m "not commands"

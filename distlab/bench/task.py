@@ -221,6 +221,17 @@ def made(name: str, seed: int = 0) -> tuple[nn.Module, Callable[..., Any], LossF
     return found
 
 
+def seed_generators(seed: int) -> None:
+    """Seed torch's generators of the CPU, and of the GPUs if this process has begun to use them.
+
+    `torch.manual_seed` takes a millisecond without a GPU: for each kind of accelerator it notes the
+    stack of the call, in case that one is used later. A small step would be measured with it.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
 def own_task(name: str, batch_size: int, seed: int = 0) -> Task:
     """Return a user's model as a task, with one micro-batch per step.
 
@@ -241,7 +252,7 @@ def own_task(name: str, batch_size: int, seed: int = 0) -> Task:
         key, examples = keyed
         # Before every call of the loss, so that dropout on a rank and in the reference draws
         # equally.
-        torch.manual_seed(key)
+        seed_generators(key)
         return loss(model, examples)
 
     return Task(lambda seed, device: made(name, seed)[0].to(device), batches, loss_fn, lr=1e-2)
