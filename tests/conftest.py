@@ -38,8 +38,8 @@ if not torch.cuda.is_available():
 from distlab.comm import rank_context
 from distlab.testing import PRELOADED, run_ranks, shut_down
 
-# It compiles eight optimizers when it is imported, which took 0.4 s of each process whose strategies
-# have torch's ZeroRedundancyOptimizer among them.
+# It compiles eight optimizers when it is imported, which took 0.4 s of each process that uses
+# torch's ZeroRedundancyOptimizer.
 PRELOADED.append("torch.distributed.optim")
 
 torch.set_num_threads(1)
