@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 
 import pytest
 import torch
 
 from distlab.options import given
-from distlab.report import write_json
+from distlab.report import read_json, write_json
 from launch import __main__ as command_line
 from launch import records, registry
 from launch.__main__ import main
@@ -328,17 +329,17 @@ def test_every_machine_is_itself(machine, monkeypatch):
 
 
 def test_a_page_shows_no_record_of_uncommitted_code(monkeypatch, tmp_path, capsys):
-    saved = json.loads((ROOT / "records/ddp_bench/cpu-host.json").read_text())
-    saved["headers"][0]["commit"] += "-dirty"
+    saved = read_json(ROOT / "records/ddp_bench/cpu-host.json")
     (tmp_path / "docs").mkdir()
-    (tmp_path / "mine.json").write_text(json.dumps(saved))
+    uncommitted = [replace(row, commit=f"{row.commit}-dirty") for row in saved]
+    write_json(uncommitted, tmp_path / "mine.json")
     (tmp_path / "README.md").write_text("<!-- table mine.json -->\nOld.\n<!-- end table -->\n")
     monkeypatch.setattr(command_line, "ROOT", tmp_path)
     assert main(["tables"]) == 2
     said = capsys.readouterr().err
     assert "mine.json is of code that was never committed" in said and "distlab records" in said
     assert "Old." in (tmp_path / "README.md").read_text()
-    (tmp_path / "mine.json").write_text(json.dumps(saved).replace("-dirty", ""))
+    write_json(saved, tmp_path / "mine.json")
     assert main(["tables"]) == 0 and "Old." not in (tmp_path / "README.md").read_text()
 
 
