@@ -190,12 +190,29 @@ def _end(pid: int | None) -> None:
     """End a child and all processes of its session."""
     if pid is None:
         return
-    # The child's own pid is added, because it may have failed before it called setsid.
-    for each in {pid, *_members(pid)}:
-        try:
-            os.kill(each, signal.SIGKILL)
-        except OSError:  # it has ended
-            continue
+    # The child's own pid comes first, because it may have failed before it called setsid.
+    living = [pid]
+    deadline = time.monotonic() + LEFT_S
+    # Again, until all are dead: one that was forked while the others were killed is not in the
+    # list. It would keep the fork server alive, which ends when nothing holds its pipes.
+    while living and time.monotonic() < deadline:
+        # Its process group at once, also one that forks and ends faster than a list is made.
+        with contextlib.suppress(OSError):  # it has ended
+            os.killpg(pid, signal.SIGKILL)
+        for each in living:
+            with contextlib.suppress(OSError):
+                os.kill(each, signal.SIGKILL)
+        living = [each for each in _members(pid) if not _is_dead(each)]
+
+
+def _is_dead(pid: int) -> bool:
+    """Return whether a process has ended. Its parent may not have asked for its exit code yet."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    # The state follows the name, which is in brackets and may hold any character.
+    return stat.rpartition(")")[2].split()[0] in ("Z", "X")
 
 
 def _collected(job: Job, children: list[Any], folder: Path, failure: str) -> Observed:

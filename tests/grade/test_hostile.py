@@ -3,6 +3,8 @@
 import hashlib
 import os
 import re
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -220,3 +222,25 @@ def test_a_module_that_never_ends_its_import_is_one_sentence(tmp_path):
     report = grade(folder, only=["rmsnorm"], seconds=IMPORT_S)
     begin = f"tests/adapters.py cannot be imported: no result within {IMPORT_S:g} s (rank 0 is at "
     assert report.failure.startswith(f"{begin}tests/adapt") and report.rows == []
+
+
+# Ends as soon as it has forked itself, and so has another number each time that processes are
+# listed. The first of them ends as well.
+FORKS_AND_ENDS = """
+import os, time
+end = time.time() + 20
+while time.time() < end:
+    if os.fork():
+        os._exit(0)
+"""
+
+
+# Regression: processes were listed once and killed, and one that was forked meanwhile stayed. It
+# kept the fork server alive, for which the command waits at its end.
+def test_no_process_of_a_session_outlives_its_end():
+    for _ in range(20):
+        leader = subprocess.Popen([sys.executable, "-c", FORKS_AND_ENDS], start_new_session=True)
+        assert leader.wait(10) == 0
+        processes._end(leader.pid)
+        left = [pid for pid in processes._members(leader.pid) if not processes._is_dead(pid)]
+        assert not left
