@@ -307,14 +307,17 @@ class Placement:
 _Place = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset of a view
 
 
-def _references_of_ours() -> int:
-    """Return the references to a view that nobody keeps: a list's, a variable's, an argument's."""
+def _own_references() -> int:
+    """Return how many references a view has that only `place_for` uses.
+
+    They are those of the list, of the variable and of the argument.
+    """
     views = [object()]
     view = views[0]
     return sys.getrefcount(view)
 
 
-OURS = _references_of_ours()
+OWN_REFERENCES = _own_references()
 
 
 class GradientBucket:
@@ -401,9 +404,12 @@ class GradientBucket:
         return view
 
     def place_for(self, position: int) -> Tensor:
-        """Return the place of the gradient at `position` of the plan, to be overwritten."""
+        """Return the place of the gradient at `position` of the plan, to be overwritten.
+
+        A tensor that someone keeps is not overwritten.
+        """
         view = self.view_at(position)
-        if sys.getrefcount(view) > OURS:
+        if sys.getrefcount(view) > OWN_REFERENCES:
             # Someone keeps this tensor, `parameter.grad` of an earlier backward. Under torch's DDP
             # it would stay as it is, so it gets memory of its own.
             view.data = view.clone()
