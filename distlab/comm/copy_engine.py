@@ -1,4 +1,4 @@
-"""All-reduce by copy engines: transfers between GPUs that do not use their multiprocessors.
+"""Collectives by copy engines: transfers between GPUs that do not use their multiprocessors.
 
 NCCL's kernels occupy thread blocks for as long as they send, which slows down matmuls that run at
 the same time. A GPU can also read and write its neighbours' memory over NVLink with its copy
@@ -10,9 +10,9 @@ engines. Every tensor is cut into N equal chunks, and rank r averages chunk r:
     push       copies  chunk r → every peer                             (N−1)/N of the bytes go out
     arrived    all     once, after the last tensor
 
-Pull and push send the same number of bytes per link as the reduce-scatter and the all-gather of a
-ring's all-reduce. Each takes one hop, because the switch connects every pair of GPUs. Each chunk is
-averaged by one rank, so that all ranks get the same bits.
+Pull and average are a reduce-scatter, and push is an all-gather. They send the same number of bytes
+per link as those of a ring's all-reduce. Each takes one hop, because the switch connects every pair
+of GPUs. Each chunk is averaged by one rank, so that all ranks get the same bits.
 
 The tensors are in symmetric memory (`torch.distributed._symmetric_memory`), which torch's caching
 allocator does not count. Multicast is not used.
@@ -20,7 +20,9 @@ allocator does not count. Multicast is not used.
 
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,12 +35,16 @@ from distlab.comm import collectives
 ALIGNMENT = 512  # bytes to which each tensor's first address is rounded up
 _rendezvous_count = 0  # number of rendezvous of this process, in all of its groups
 
-# The transfer is an operator, so that instruments at torch's dispatcher see one all-reduce and not
-# its copies.
+# Transfers are operators, so that instruments at torch's dispatcher see one collective and not its
+# copies.
 _library = torch.library.Library("distlab", "DEF")
 _library.define(
     "all_reduce_mean_by_copy(Tensor(a!)[] replicas, Tensor(b!) staging, int rank) -> ()"
 )
+_library.define(
+    "reduce_scatter_mean_by_copy(Tensor(a!)[] replicas, Tensor(b!) staging, int rank) -> ()"
+)
+_library.define("all_gather_by_copy(Tensor(a!)[] replicas, int rank) -> ()")
 
 
 @torch.library.impl(_library, "all_reduce_mean_by_copy", "CompositeExplicitAutograd")
@@ -50,26 +56,44 @@ def _all_reduce_mean_by_copy(replicas: list[Tensor], staging: Tensor, rank: int)
         staging: `(N−1, ≥ n)` on this rank.
         rank: number of this rank and of its chunk.
     """
+    _reduce_scatter_mean_by_copy(replicas, staging, rank)
+    _all_gather_by_copy(replicas, rank)
+
+
+@torch.library.impl(_library, "reduce_scatter_mean_by_copy", "CompositeExplicitAutograd")
+def _reduce_scatter_mean_by_copy(replicas: list[Tensor], staging: Tensor, rank: int) -> None:
+    """Average one chunk over all ranks' replicas of a tensor, in this rank's replica."""
     # Imported here because it needs Triton, which not every user of this package has.
     from kernels.average import average_into
 
+    own, theirs = _chunks(replicas, rank)
+    arrived = staging[:, : own.numel()]
+    for row, chunk in zip(arrived, theirs, strict=True):
+        row.copy_(chunk)
+    average_into(own, arrived, 1.0 / len(replicas))
+
+
+@torch.library.impl(_library, "all_gather_by_copy", "CompositeExplicitAutograd")
+def _all_gather_by_copy(replicas: list[Tensor], rank: int) -> None:
+    """Copy this rank's chunk to all other replicas."""
+    own, theirs = _chunks(replicas, rank)
+    for chunk in theirs:
+        chunk.copy_(own)
+
+
+def _chunks(replicas: list[Tensor], rank: int) -> tuple[Tensor, list[Tensor]]:
+    """Return chunk `rank` of this rank's replica, and of the others, the next neighbour's first."""
     count = len(replicas)
-    own = replicas[rank].chunk(count)[rank]
     theirs = []
     # Each rank begins with its next neighbour, so that no two of them begin with the same GPU.
     for step in range(1, count):
         peer = (rank + step) % count
         theirs.append(replicas[peer].chunk(count)[rank])
-    arrived = staging[:, : own.numel()]
-    for row, chunk in zip(arrived, theirs, strict=True):
-        row.copy_(chunk)
-    average_into(own, arrived, 1.0 / count)
-    for chunk in theirs:
-        chunk.copy_(own)
+    return replicas[rank].chunk(count)[rank], theirs
 
 
-class CopyEngineAllReduce:
-    """Tensors of all ranks of one host, which copy engines average.
+class CopyEngineTensors:
+    """Tensors of all ranks of one host, which copy engines average and gather.
 
     Args:
         numels: number of elements of each tensor, multiples of the group's size.
@@ -79,7 +103,7 @@ class CopyEngineAllReduce:
             memory.
 
     Attributes:
-        tensors: 1-D tensors, zeros at first. Fill one, then `start` it.
+        tensors: 1-D tensors, zeros at first. Fill one, then start a collective of it.
         num_bytes: bytes on this GPU in addition to those that the caching allocator counts.
 
     Raises:
@@ -121,26 +145,53 @@ class CopyEngineAllReduce:
         staging_bytes = _aligned(-(-max(sizes, default=0) // ranks))
         self._staging = torch.empty(ranks - 1, staging_bytes, dtype=torch.uint8, device=device)
         self._device = device
-        self._in_flight = False  # True from `start` to the next `wait`
+        self._in_flight = False  # True from the start of a collective to the next `wait`
 
-    def start(self, number: int) -> "CopyEngineAllReduce":
+    def all_reduce_mean(self, number: int) -> "CopyEngineTensors":
         """Begin to average tensor `number` over the ranks, once the current stream has filled it.
 
-        All ranks must call it in the same order.
+        All ranks must start the same collectives in the same order.
 
         Returns:
             An object to `wait()` for.
         """
-        # The gradient is complete when the kernels queued so far are. The host does not wait for
+        with self._started():
+            staging = self._staging.view(self.tensors[number].dtype)
+            torch.ops.distlab.all_reduce_mean_by_copy(self._replicas[number], staging, self._rank)
+        return self
+
+    def reduce_scatter_mean(self, number: int) -> "CopyEngineTensors":
+        """Begin to average this rank's slice of tensor `number`; see `all_reduce_mean`."""
+        with self._started():
+            staging = self._staging.view(self.tensors[number].dtype)
+            torch.ops.distlab.reduce_scatter_mean_by_copy(
+                self._replicas[number], staging, self._rank
+            )
+        return self
+
+    def all_gather(self, number: int) -> "Arrival":
+        """Begin to copy this rank's slice of tensor `number` to the others.
+
+        Returns:
+            An object to `wait()` for, which waits for this tensor alone.
+        """
+        with self._started():
+            torch.ops.distlab.all_gather_by_copy(self._replicas[number], self._rank)
+            # This tensor is complete when all ranks have pushed their slices.
+            self._memory.barrier()
+            return Arrival(self._stream.record_event(), self._device)
+
+    @contextmanager
+    def _started(self) -> Iterator[None]:
+        # The tensor is complete when the kernels queued so far are. The host does not wait for
         # them.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            # On the GPU: a peer reads this chunk only when its owner has filled it.
+            # On the GPU: a peer reads a chunk only when its owner has filled it, and writes one
+            # only when its reader is done.
             self._memory.barrier()
-            staging = self._staging.view(self.tensors[number].dtype)
-            torch.ops.distlab.all_reduce_mean_by_copy(self._replicas[number], staging, self._rank)
+            yield
         self._in_flight = True
-        return self
 
     def wait(self) -> None:
         """Let the current stream wait until every started tensor is complete on every rank."""
@@ -151,6 +202,23 @@ class CopyEngineAllReduce:
             # A rank's last push may still be under way to a peer whose own work is done.
             self._memory.barrier()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A tensor that is complete on every rank when the GPU comes to this event.
+
+    Args:
+        event: event after the tensor's last transfer.
+        device: GPU of this rank.
+    """
+
+    event: torch.cuda.Event
+    device: torch.device
+
+    def wait(self) -> None:
+        """Let the current stream wait for the tensor."""
+        torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
 def check_copy_engines(device: torch.device, group: ProcessGroup) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distlab.comm import collectives
 from distlab.comm.context import RankContext
-from distlab.comm.copy_engine import CopyEngineAllReduce
+from distlab.comm.copy_engine import CopyEngineTensors
 
 
 @dataclass
@@ -67,10 +67,10 @@ def copied_all_reduces(context: RankContext, count: int) -> Iterator[Messages]:
     """Yield all-reduces of `count` elements by copy engines, as `bucketed-dma` makes them."""
     numels = [count, count]
     dtypes = [torch.float32, torch.float32]
-    sender = CopyEngineAllReduce(numels, dtypes, context.device, context.group)
+    sender = CopyEngineTensors(numels, dtypes, context.device, context.group)
 
-    def send(number: int) -> CopyEngineAllReduce:
-        return sender.start(number % 2)
+    def send(number: int) -> CopyEngineTensors:
+        return sender.all_reduce_mean(number % 2)
 
     yield Messages(sender.tensors, sender.tensors, send)
 

@@ -43,6 +43,8 @@ _PAYLOADS = {
     "_c10d_functional::all_to_all_single": ("all_to_all", 0),
     # This lab's, by copy engines. The argument is a list of replicas, and the payload any of them.
     "distlab::all_reduce_mean_by_copy": ("all_reduce", 0),
+    "distlab::reduce_scatter_mean_by_copy": ("reduce_scatter", 0),
+    "distlab::all_gather_by_copy": ("all_gather", 0),
 }
 
 

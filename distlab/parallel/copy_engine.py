@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distlab.comm.copy_engine import CopyEngineAllReduce, check_copy_engines
+from distlab.comm.copy_engine import CopyEngineTensors, check_copy_engines
 from distlab.parallel.bucketed import AllReduce, BucketedDDP, GradientBucket
 from distlab.parallel.buckets import BucketPlan
 
@@ -59,11 +59,11 @@ class CopyEngine(AllReduce):
     def buffers(self, plans: Sequence[BucketPlan]) -> list[Tensor]:
         """Return memory that all ranks map. A collective."""
         numels, dtypes = [plan.numel for plan in plans], [plan.dtype for plan in plans]
-        self._engine = CopyEngineAllReduce(numels, dtypes, self._device, self._group)
+        self._engine = CopyEngineTensors(numels, dtypes, self._device, self._group)
         self.bytes_outside_allocator = self._engine.num_bytes
         self._number_of = {id(tensor): number for number, tensor in enumerate(self._engine.tensors)}
         return self._engine.tensors
 
     def start(self, ddp: BucketedDDP, bucket: GradientBucket) -> Any:
         """See `AllReduce.start`."""
-        return self._engine.start(self._number_of[id(bucket.seal())])
+        return self._engine.all_reduce_mean(self._number_of[id(bucket.seal())])

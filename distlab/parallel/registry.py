@@ -222,6 +222,16 @@ _TABLE = [
         does="ZeRO-1: each updates 1/N of all",
     ),
     Strategy(
+        name="zero1-dma",
+        wrap=wrap_copy_engine,
+        sends="buckets",
+        optimizer=make_zero_optimizer,
+        has_buckets=True,
+        needs_gpu=True,
+        updates="slices",
+        does="ZeRO-1, moved by copy engines",
+    ),
+    Strategy(
         name="zero2",
         wrap=wrap_bucketed,
         sends="buckets",

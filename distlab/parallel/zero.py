@@ -50,8 +50,11 @@ from torch.utils.hooks import RemovableHandle
 
 from distlab.comm import collectives
 from distlab.comm.agreement import agree_on_call, collective
+from distlab.comm.copy_engine import CopyEngineTensors
 from distlab.parallel import checks
 from distlab.parallel.bucketed import AllReduce, BucketedDDP, GradientBucket, Placement
+from distlab.parallel.buckets import BucketPlan
+from distlab.parallel.copy_engine import CopyEngineDDP
 from distlab.parallel.ddp import send_unfinished
 from distlab.parallel.local_optimizer import LocalOptimizer, Params, load_shards, options_of, to_cpu
 from distlab.parallel.shard import Shard, plain_name, view_like
@@ -81,7 +84,8 @@ class ZeroOptimizer(LocalOptimizer):
     block's parameter before it has called that block is not seen (`docs/learn/limits.md`).
 
     Args:
-        ddp: wrapper whose buckets and parameters it takes over (`BucketedDDP.shard_for`).
+        ddp: wrapper whose buckets and parameters it takes over (`BucketedDDP.shard_for`). Copy
+            engines move both if it is a `CopyEngineDDP`.
         optimizer_cls: class such as `torch.optim.AdamW`. If its body says `takes_shards = True`, it
             is given this rank's shards of all parameters, also empty ones, and finds in their
             attribute `spread` which ranks have the rest.
@@ -95,8 +99,9 @@ class ZeroOptimizer(LocalOptimizer):
 
     Raises:
         TypeError: `ddp` is not a `BucketedDDP`.
-        ValueError: an optimizer that is not known to be element-wise, a wrapper on a mesh or of
-            copy engines, a parameter that the wrapper does not train, or one given twice.
+        ValueError: an optimizer that is not known to be element-wise, a wrapper on a mesh,
+            `shard_gradients` of a wrapper of copy engines, a parameter that the wrapper does not
+            train, or one given twice.
     """
 
     def __init__(
@@ -114,7 +119,15 @@ class ZeroOptimizer(LocalOptimizer):
         checks.check_zero(ddp.module, optimizer_cls, elementwise)
         self._takes_shards = checks.takes_shards(optimizer_cls)
         self._ddp = ddp
-        if shard_gradients:
+        by_copy = isinstance(ddp, CopyEngineDDP)
+        if by_copy and shard_gradients:
+            raise ValueError(
+                "copy engines need buckets that keep their memory: leave shard_gradients out, or "
+                "give ZeroOptimizer a BucketedDDP"
+            )
+        if by_copy:
+            self._exchange = ReduceScatterByCopy(ddp.process_group, ddp.device)
+        elif shard_gradients:
             self._exchange = ReduceScatterAndFree(ddp)
         else:
             self._exchange = ReduceScatter(ddp.process_group, ddp.device)
@@ -300,14 +313,12 @@ def _check_wrapper(ddp: Any) -> None:
 
     Raises:
         TypeError: it is not a `BucketedDDP`.
-        ValueError: it is on a mesh, or copy engines move its buckets.
+        ValueError: it is on a mesh.
     """
     if not isinstance(ddp, BucketedDDP):
         raise TypeError(
             f"ZeroOptimizer takes over a BucketedDDP's buckets; got {type(ddp).__name__}"
         )
-    if type(ddp.exchange) not in (AllReduce, ReduceScatter, ReduceScatterAndFree):
-        raise ValueError("CopyEngineDDP only all-reduces: give ZeroOptimizer a BucketedDDP")
     if ddp.mesh is not None:
         raise ValueError(
             "ZeroOptimizer shards over all ranks, and this BucketedDDP has a mesh: leave its mesh "
@@ -329,7 +340,7 @@ class ReduceScatter(AllReduce):
     has_flags = False
 
     def __init__(self, group: ProcessGroup, device: torch.device):
-        self._group = group
+        self._group, self._device = group, device
         self.slices = group.size()
         self._in_place = collectives.shards_in_place(device, group)
         # This rank's slice of each bucket, and where its mean arrives (on NCCL, in the slice).
@@ -352,6 +363,55 @@ class ReduceScatter(AllReduce):
     def mean_slice(self, bucket: GradientBucket) -> Tensor | None:
         """Return this rank's slice of a bucket's mean, `(slice_numel,)`; None before the first."""
         return self._slices[bucket][0] if bucket in self._slices else None
+
+    def parameter_buffers(self, plans: Sequence[BucketPlan]) -> Sequence[Tensor | None]:
+        """Return memory for the parameters of each bucket: zeros, or None for ordinary memory."""
+        return [None] * len(plans)
+
+    def gather(self, number: int, flat: Tensor, own: Tensor) -> Any:
+        """Start to gather the slices of all ranks.
+
+        Args:
+            number: number of the bucket.
+            flat: `(plan.numel,)`, its parameters.
+            own: this rank's slice of them.
+
+        Returns:
+            Message in flight, for `collectives.wait`.
+        """
+        return collectives.all_gather(flat, own if self._in_place else own.clone(), self._group)
+
+
+class ReduceScatterByCopy(ReduceScatter):
+    """Exchange of slices by copy engines, which take no multiprocessor from the computation.
+
+    Gradients and parameters are in memory that all ranks map.
+    """
+
+    def buffers(self, plans: Sequence[BucketPlan]) -> list[Tensor]:
+        """Return mapped memory for gradients, and allocate that of parameters. A collective."""
+        numels = [plan.numel for plan in plans]
+        dtypes = [plan.dtype for plan in plans]
+        # Tensor b has the gradients of bucket b, and tensor len(plans) + b its parameters.
+        self._engine = CopyEngineTensors(numels * 2, dtypes * 2, self._device, self._group)
+        self.bytes_outside_allocator = self._engine.num_bytes
+        gradients = self._engine.tensors[: len(plans)]
+        self._number_of = {id(buffer): number for number, buffer in enumerate(gradients)}
+        return gradients
+
+    def parameter_buffers(self, plans: Sequence[BucketPlan]) -> Sequence[Tensor | None]:
+        """Return mapped memory for parameters, that of one bucket each."""
+        return self._engine.tensors[len(plans) :]
+
+    def start(self, ddp: BucketedDDP, bucket: GradientBucket) -> Any:
+        """See `AllReduce.start`."""
+        own = bucket.buffer[bucket.plan.slice_of(self._group.rank())]
+        self._slices.setdefault(bucket, (own, own))
+        return self._engine.reduce_scatter_mean(self._number_of[id(bucket.seal())])
+
+    def gather(self, number: int, flat: Tensor, own: Tensor) -> Any:
+        """See `ReduceScatter.gather`."""
+        return self._engine.all_gather(len(self._number_of) + number)
 
 
 class ReduceScatterAndFree(ReduceScatter):
@@ -507,7 +567,6 @@ class Slices(Placement):
 
     def __init__(self, ddp: BucketedDDP, overlap: bool):
         self._group = ddp.process_group
-        self._in_place = collectives.shards_in_place(ddp.device, self._group)
         self._exchange: ReduceScatter = ddp.exchange
         self.shard_of: dict[nn.Parameter, Shard] = {}
         # The shards that get a gradient, by bucket, and the slice of the mean of which their
@@ -516,7 +575,10 @@ class Slices(Placement):
         self._viewed: dict[GradientBucket, Tensor | None] = {}
         names = {parameter: plain_name(name) for name, parameter in ddp.named}
         # Parameters of each bucket, `(plan.numel,)`, and this rank's slice of them.
-        self._flat = [self._move(bucket, names) for bucket in ddp.buckets]
+        memory = self._exchange.parameter_buffers(ddp.plan)
+        self._flat = []
+        for bucket, flat in zip(ddp.buckets, memory, strict=True):
+            self._flat.append(self._move(bucket, names, flat))
         self._placed = [(name, p, checks.place_of(p)) for name, p in ddp.named]
         self._works: dict[int, Work] = {}  # all-gathers in flight, by number of the bucket
 
@@ -531,7 +593,7 @@ class Slices(Placement):
 
     @torch.no_grad()
     def _move(
-        self, bucket: GradientBucket, names: dict[nn.Parameter, str]
+        self, bucket: GradientBucket, names: dict[nn.Parameter, str], flat: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Move the parameters of a bucket into one buffer, and note this rank's shards of them.
 
@@ -540,7 +602,8 @@ class Slices(Placement):
         """
         plan = bucket.plan
         device = bucket.parameters[0].device
-        flat = torch.zeros(plan.numel, dtype=plan.dtype, device=device)
+        if flat is None:
+            flat = torch.zeros(plan.numel, dtype=plan.dtype, device=device)
         own = flat[plan.slice_of(self._group.rank())]
         for position, view in enumerate(plan.views(flat, bucket.parameters)):
             parameter = bucket.parameters[position]
@@ -606,10 +669,7 @@ class Slices(Placement):
         """All-gather the slices of all ranks. Wait for them, unless gathers overlap."""
         send_unfinished(self._group)  # another wrapper's messages come before ours on every rank
         for number in self._order:
-            flat, own = self._flat[number]
-            if not self._in_place:
-                own = own.clone()
-            self._works[number] = collectives.all_gather(flat, own, self._group)
+            self._works[number] = self._exchange.gather(number, *self._flat[number])
         if self._overlap is None:
             self.wait()
 
