@@ -4,8 +4,8 @@ Functions take rows and return numbers or new rows. A row that was measured is n
 
 Noise is a row's own: on one machine a row may repeat itself within 1 % and the next not within 20
 %. An experiment that knows it better writes it as `noise_pct`; otherwise it is the larger of two
-figures: the noise floor, what the row's samples measure against themselves (even against odd ones),
-and half of what they spread from p20 to p80.
+figures: the noise floor, what one half of the row's samples measures against the other
+(`own_noise_floor`), and half of what they spread from p20 to p80.
 
 A ratio is *ours ÷ the other*, below 1 is faster. It has a 95 % interval: of five pairs of samples
 or more by the bootstrap, of two to four by Student's t, otherwise the noise of the worse row to
