@@ -192,7 +192,7 @@ class TrainStep:
         Returns:
             The mean loss and None, or the sum of all losses and their count (0-dim fp64).
         """
-        total = torch.zeros(())
+        total: Tensor | None = None
         count: Tensor | None = None
         for number, batch in enumerate(micro_batches):
             is_last = number == len(micro_batches) - 1
@@ -204,8 +204,9 @@ class TrainStep:
                     loss = self.loss_fn(self.model, batch)
                 if isinstance(loss, tuple):
                     loss, counted = loss
-                    counted = torch.as_tensor(counted, dtype=torch.float64, device=loss.device)
-                    count = counted if count is None else count + counted
+                    if count is None:
+                        count = torch.zeros((), dtype=torch.float64, device=loss.device)
+                    count = count + counted
                 else:
                     # Gradients of micro-batches are summed, so the mean is made here.
                     loss = loss / len(micro_batches)
@@ -214,7 +215,11 @@ class TrainStep:
                 scaled_loss.backward()
             if not is_last and self.model.accumulates_shards:
                 self.model.finish_gradient_synchronization()
-            total = total.to(loss.device) + loss.detach()
+            if total is None:
+                # Made on the device. A copy of a zero from the host would wait for all kernels that
+                # are queued there, and the GPU would idle until the optimizer is launched.
+                total = torch.zeros((), device=loss.device)
+            total = total + loss.detach()
         return total, count
 
     def _divide_by_count(self, count: Tensor) -> Tensor:

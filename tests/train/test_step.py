@@ -6,6 +6,8 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from distlab.bench.reference import parameter_difference
 from distlab.bench.task import Task
@@ -49,6 +51,40 @@ def test_the_mean_gradient_is_clipped_by_its_own_norm(one_rank, micro_batches, l
     assert step.grad_norm.item() == pytest.approx(norm)
     expected = -limit * norm / (norm + 1e-6)
     torch.testing.assert_close(model.weight.detach(), torch.tensor([[expected]]), rtol=1e-5, atol=0)
+
+
+class HostTensors(TorchDispatchMode):
+    """Notes operators that read a tensor on the host, or return a value to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        reads = func is torch.ops.aten._local_scalar_dense.default
+        if reads or any(tensor.device.type == "cpu" for tensor in tensors):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def sum_and_count(model, x):
+    return model(x).sum(), len(x)
+
+
+@pytest.mark.parametrize("loss_fn", [sum_loss, sum_and_count])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("limit", [None, 1.0])
+def test_a_step_copies_nothing_from_the_host(loss_fn, micro_batches, limit):
+    """On a GPU, such a copy waits for all kernels that are queued."""
+    with torch.device("meta"):
+        model = nn.Linear(4, 3)
+        batches = [torch.empty(2, 4) for _ in range(micro_batches)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, foreach=True)
+    step = TrainStep(Local(model), optimizer, loss_fn, max_grad_norm=limit)
+    with HostTensors() as seen:
+        total = step(batches)
+    assert seen.names == [] and total.device.type == "meta"
 
 
 @pytest.mark.parametrize("strategy", ["torch-ddp", "torch-ddp-tuned", "torch-zero", "bucketed"])
