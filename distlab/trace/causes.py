@@ -663,54 +663,68 @@ def _first_copy(event: Event, step: RankStep, host: Host) -> Event:
 def why_idle(step: RankStep, host: Host, small_bytes: float) -> list[Blame]:
     """Return the causes of the idle intervals of a step, which add up to its idle time.
 
-    A host that waits for the device loses its lead over it, which is as long as the wait. Until the
-    device has idled for as long, the wait is also the cause of intervals in which the host is late.
-    In the same way, what the host spends on small messages makes it late for other work
-    (`_owed_to_small_messages`).
+    A host that waits until the device has nothing to compute loses its lead over it, which is as
+    long as the wait. Until the device has idled for as long, the wait is also the cause of
+    intervals in which the host is late. In the same way, what the host spends on small messages
+    makes it late for other work (`_owed_to_small_messages`).
     """
     found = []
     usual_cause = HOST if host.on_gpu else PYTHON
     lost: Blame | None = None  # the last wait of the host
     lost_ms = 0.0  # ms of the lead lost in that wait for which the device has not idled yet
-    for begin, end in step.idle.intervals:
-        ms = end - begin
-        reason = host.reason((begin, end))
-        if reason is not None:
-            cause, about = reason
-            awaited = step.communication_until(begin)
-            if cause == SYNCHRONISATION and "Device" not in about and awaited is not None:
-                cause, about = BLOCKING, named(awaited.event)
-            found.append(Blame(cause, ms, about))
-            waited = host.wait_before((begin, end))
-            if waited is not None:
-                lost = found[-1]
-                lost_ms = waited[1].end_ms - waited[1].start_ms - ms
-            continue
-        following = step.after(end)
-        if following is None:
-            cause, about = usual_cause, "at the end of the step"
-        elif following.launched_ms is not None and following.launched_ms < begin:
-            # It was in the queue before the device became idle.
-            found.append(Blame(UNKNOWN, ms, _kernel_or_copy(following)))
-            continue
-        elif host.on_gpu and _is_small_message_next(
-            (begin, end), following, step, host, small_bytes
-        ):
-            cause, about = SMALL, named(step.communication_from(end).event)
-        elif host.on_gpu and following.kind == "communication":
-            cause, about = LATE, named(following)
-        else:
-            cause, about = usual_cause, f"before {following.operator or _kernel_or_copy(following)}"
-        if lost is not None and lost_ms > 0:
-            owed_ms = min(ms, lost_ms)
-            found.append(Blame(lost.cause, owed_ms, lost.detail))
-            lost_ms -= owed_ms
-            ms -= owed_ms
-        if ms > 0:
-            # What the wait has cost is the first part of the interval.
-            late = (end - ms, end) if cause in (LATE, usual_cause) else None
-            found.append(Blame(cause, ms, about, idle=late))
+    for gap in step.without_compute.intervals:
+        # Messages may still run when the wait ends, so that the device is not idle at once.
+        waited = host.wait_before(gap) if host.on_gpu else None
+        if waited is not None:
+            cause, span = waited
+            lost, lost_ms = Blame(cause, 0.0, span.name), span.end_ms - span.start_ms
+        for begin, end in step.idle.within(*gap):
+            ms = end - begin
+            reason = host.reason((begin, end))
+            if reason is not None:
+                cause, about = reason
+                awaited = step.communication_until(begin)
+                if cause == SYNCHRONISATION and "Device" not in about and awaited is not None:
+                    cause, about = BLOCKING, named(awaited.event)
+                found.append(Blame(cause, ms, about))
+                waited = host.wait_before((begin, end))
+                if waited is not None:
+                    lost = found[-1]
+                    lost_ms = waited[1].end_ms - waited[1].start_ms - ms
+                continue
+            late = _why_host_is_late((begin, end), step, host, small_bytes, usual_cause)
+            if late.cause == UNKNOWN:
+                found.append(late)
+                continue
+            owed_ms = 0.0 if lost is None else min(ms, lost_ms)
+            if owed_ms > 0:
+                found.append(Blame(lost.cause, owed_ms, lost.detail))
+                lost_ms -= owed_ms
+            if ms > owed_ms:
+                # What the wait has cost is the first part of the interval.
+                idle = None if late.idle is None else (begin + owed_ms, end)
+                found.append(replace(late, ms=ms - owed_ms, idle=idle))
     return _owed_to_small_messages(found, step, host, small_bytes) if host.on_gpu else found
+
+
+def _why_host_is_late(
+    idle: Interval, step: RankStep, host: Host, small_bytes: float, usual_cause: str
+) -> Blame:
+    """Return the cause of an idle interval for which the host shows no reason of its own."""
+    begin, end = idle
+    ms = end - begin
+    following = step.after(end)
+    if following is None:
+        return Blame(usual_cause, ms, "at the end of the step", idle=idle)
+    if following.launched_ms is not None and following.launched_ms < begin:
+        # It was in the queue before the device became idle.
+        return Blame(UNKNOWN, ms, _kernel_or_copy(following))
+    if host.on_gpu and _is_small_message_next(idle, following, step, host, small_bytes):
+        return Blame(SMALL, ms, named(step.communication_from(end).event))
+    if host.on_gpu and following.kind == "communication":
+        return Blame(LATE, ms, named(following), idle=idle)
+    about = f"before {following.operator or _kernel_or_copy(following)}"
+    return Blame(usual_cause, ms, about, idle=idle)
 
 
 def _owed_to_small_messages(

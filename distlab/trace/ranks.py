@@ -110,6 +110,12 @@ class RankStep:
         busy = [(event.start_ms, event.end_ms) for event in self.events]
         return Cover(subtract([self.window], busy))
 
+    @functools.cached_property
+    def without_compute(self) -> Cover:
+        """Time in which nothing computes and nothing is copied; something may communicate."""
+        busy = [*self.compute.intervals, *self.copies.intervals]
+        return Cover(subtract([self.window], busy))
+
     def idle_before(self, moment: float) -> Interval | None:
         """Return the idle interval that ends at a moment, or None."""
         found = self.idle.within(moment - _TINY_MS, moment)

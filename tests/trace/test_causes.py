@@ -441,6 +441,22 @@ def test_copies_into_a_buffer_belong_to_its_message(tmp_path):
     assert found.ms == pytest.approx(2 + 7, abs=0.2)  # idle, then the exposed message
 
 
+def test_a_wait_that_ends_below_a_message_is_the_cause_of_what_follows_it(tmp_path):
+    """As a copy from the host at the end of backward, while the last gradients are sent."""
+
+    def waits_for_compute(writer, begin):
+        handmade.layers(writer, begin, 0.1, 10)
+        writer.all_reduce(begin + 1, begin + 9, begin + 14)
+        writer.span("cuda_runtime", "cudaStreamSynchronize", begin + 2, begin + 10.02)
+        writer.compute(begin + 10.2, begin + 10.21, begin + 10.22, "aten::add")
+        handmade.layers(writer, begin, 17, 29.9, launched=16.9)
+
+    found = explain_traces(gpu_run(tmp_path, waits_for_compute)).findings
+    by_cause = {finding.cause: finding.ms for finding in found}
+    assert by_cause["synchronisation"] == pytest.approx(3, abs=0.2)
+    assert by_cause["host-bound"] == pytest.approx(0.1, abs=0.01)  # before the first layer
+
+
 def test_the_host_is_late_for_other_work_because_it_launches_small_messages(tmp_path):
     def ahead_on_the_network(writer, begin):
         handmade.layers(writer, begin, 0.1, 10)
