@@ -250,7 +250,8 @@ _SENTENCES = {
     ),
     SYNCHRONISATION: (
         "The host waits for the device and then launches anew, {much} {where} ({detail}). Remove "
-        "the synchronisation from the step."
+        "the synchronisation from the step. torch.cuda.set_sync_debug_mode('warn') names its line. "
+        "A tensor that is made on the host and moved, such as torch.zeros(()).cuda(), is one."
     ),
     HOST: (
         "The device waits {much} {where} for the host to launch work, mostly {detail}. Make the "
