@@ -183,6 +183,7 @@ class CopyEngineTensors:
 
     @contextmanager
     def _started(self) -> Iterator[None]:
+        """Let what is launched inside run on the stream of transfers, once all ranks are there."""
         # The tensor is complete when the kernels queued so far are. The host does not wait for
         # them.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
