@@ -447,14 +447,17 @@ def test_a_wait_that_ends_below_a_message_is_the_cause_of_what_follows_it(tmp_pa
     def waits_for_compute(writer, begin):
         handmade.layers(writer, begin, 0.1, 10)
         writer.all_reduce(begin + 1, begin + 9, begin + 14)
-        writer.span("cuda_runtime", "cudaStreamSynchronize", begin + 2, begin + 10.02)
+        copy = {"External id": 5000}
+        writer.span("cpu_op", "aten::copy_", begin + 1.9, begin + 10.03, **copy)
+        writer.span("cuda_runtime", "cudaStreamSynchronize", begin + 2, begin + 10.02, **copy)
         writer.compute(begin + 10.2, begin + 10.21, begin + 10.22, "aten::add")
         handmade.layers(writer, begin, 17, 29.9, launched=16.9)
 
     found = explain_traces(gpu_run(tmp_path, waits_for_compute)).findings
-    by_cause = {finding.cause: finding.ms for finding in found}
-    assert by_cause["synchronisation"] == pytest.approx(3, abs=0.2)
-    assert by_cause["host-bound"] == pytest.approx(0.1, abs=0.01)  # before the first layer
+    by_cause = {finding.cause: finding for finding in found}
+    assert by_cause["synchronisation"].ms == pytest.approx(3, abs=0.2)
+    assert by_cause["synchronisation"].detail == "cudaStreamSynchronize in aten::copy_"
+    assert by_cause["host-bound"].ms == pytest.approx(0.1, abs=0.01)  # before the first layer
 
 
 def test_the_host_is_late_for_other_work_because_it_launches_small_messages(tmp_path):

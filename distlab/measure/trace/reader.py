@@ -135,7 +135,7 @@ class HostSpan(NamedTuple):
         role: ``synchronisation`` (the host waits for the device), ``item`` (it reads a value from
             the device), ``loader``, ``garbage collection``, ``backward`` or ``messages`` (it
             prepares and launches communication).
-        name: name in the trace.
+        name: name in the trace, for a synchronisation with the operator around it.
         start_ms, end_ms: ms since the earliest event of the trace.
     """
 
@@ -395,7 +395,12 @@ class _Columns:
                 meaning = meanings[self._meaning[row]]
                 name, kind = self._names[meaning.name], meaning.kind
                 if meaning.role is not None:
-                    host.append(HostSpan(meaning.role, name, start, end))
+                    called = name
+                    if meaning.role == "synchronisation" and operator[row] != _NONE:
+                        # A wait does not say what it is for. The operator around it does, such as a
+                        # copy.
+                        called = f"{name} in {self._names[operator[row]]}"
+                    host.append(HostSpan(meaning.role, called, start, end))
                 if kind is None:
                     continue
                 lane = self._lane[row]
