@@ -160,9 +160,10 @@ def own_noise_floor(samples: Samples) -> float | None:
     if len(samples) // 2 < MIN_PAIRS:
         return None
     # Neighbours are compared, and not early samples with late ones, so that drift does not count as
-    # noise. Every other pair swaps sides, because steps of a GPU at its power limit alternate: in
-    # one record, every second of 24 steps was 1.5 % longer, in all rounds. A median has both kinds
-    # in equal parts, but even samples against odd ones would set one kind against the other.
+    # noise. Every other pair swaps sides, because steps on a GPU may alternate, probably at its
+    # power limit: in one record, every second of 24 steps was 1.5 % longer, in all rounds. A median
+    # has both kinds in equal parts, but even samples against odd ones would set one kind against
+    # the other.
     halves: tuple[list[float], list[float]] = ([], [])
     for first in range(0, len(samples) - 1, 2):
         swap = first // 2 % 2

@@ -118,7 +118,7 @@ def test_a_series_has_a_noise_floor_of_its_own():
 
 
 def test_steps_that_alternate_do_not_count_as_two_variants():
-    """Every second step of a GPU at its power limit was 1.5 % longer. Both halves have as many."""
+    """In one record, every second step was 1.5 % longer. Both halves hold as many of them."""
     generator = random.Random(1)
     steps = [100 + 1.5 * (number % 2) + generator.gauss(0, 0.4) for number in range(24)]
     aliased = noise_floor(steps[0::2], steps[1::2])
