@@ -30,6 +30,7 @@ import os
 import pickle
 import signal
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 # Modules that the processes are forked with. A process's first optimizer imports torch._dynamo,
 # which takes as long as the import of torch.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo"]
+STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 GRACE_S = 2.0  # time after the first failure in which the other ranks can report theirs
 MEMORY_POLL_S = 0.05  # time between two looks at the memory of ranks that have a limit
 
@@ -372,9 +374,10 @@ def _end_if_edited() -> None:
     now = {}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None) or ""
-        # Installed packages do not change while tests run.
-        if "site-packages" not in file and os.path.isfile(file):
-            now[file] = os.path.getmtime(file)
+        # Installed packages and Python's library do not change while tests run.
+        if file and "site-packages" not in file and not file.startswith(STANDARD_LIBRARY):
+            with contextlib.suppress(OSError):  # a module whose file is gone stays imported
+                now[file] = os.stat(file).st_mtime
     if any(_sources.get(file, written) != written for file, written in now.items()):
         shut_down()
     _sources.update(now)

@@ -38,9 +38,16 @@ if not torch.cuda.is_available():
 from distlab.comm import rank_context
 from distlab.testing import PRELOADED, run_ranks, shut_down
 
-# It compiles eight optimizers when it is imported, which took 0.4 s of each process that uses
-# torch's ZeroRedundancyOptimizer.
-PRELOADED.append("torch.distributed.optim")
+# What many ranks, commands and examined submissions import. The server that forks them imports it
+# once. torch.distributed.optim compiles eight optimizers when it is imported, which took 0.4 s of
+# each process that uses torch's ZeroRedundancyOptimizer.
+PRELOADED += [
+    "torch.distributed.optim",
+    "distlab.grade.kernels",
+    "distlab.check",
+    "experiments.ddp_bench",
+    "launch.ranks",
+]
 
 torch.set_num_threads(1)
 gc.disable()  # until the first test, since the collection of tests makes objects that stay
