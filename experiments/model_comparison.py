@@ -264,6 +264,7 @@ def measure(config: ModelComparisonConfig, context: RankContext, run: Run) -> No
     for name, found in rows.items():
         if name in taken:
             found["step_samples_ms"] = list(itertools.chain(*taken[name]))
+            found["rounds"] = len(taken[name])
             found |= percentile_metrics("step", found["step_samples_ms"])
             if device.type == "cuda":
                 # After the timing, because the profiler slows the host.

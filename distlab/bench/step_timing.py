@@ -39,6 +39,7 @@ class Timing:
             `forward`, `backward` (with synchronisation), both together as `forward_backward`,
             `optimizer` and `step`, and all lists are equally long.
         peak_alloc_bytes: most that the allocator held, or None on a CPU.
+        rounds: number of rounds in which it was timed. Each has equally many samples.
         out_of_memory: True if the variant did not fit on some rank.
         compiled: graphs that ran in a step after the timing of each round. Empty for an eager
             model.
@@ -46,6 +47,7 @@ class Timing:
 
     phases: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
     peak_alloc_bytes: int | None = None
+    rounds: int = 0
     out_of_memory: bool = False
     compiled: list[CompiledRun] = field(default_factory=list)
 
@@ -61,12 +63,14 @@ class Timing:
             metrics |= percentile_metrics(phase, samples)
         metrics["peak_alloc_bytes"] = self.peak_alloc_bytes
         metrics["step_samples_ms"] = list(self.phases["step"])
+        metrics["rounds"] = self.rounds
         if self.compiled:
             metrics |= min(self.compiled).metrics()
         return metrics
 
     def add(self, samples: Sequence[dict[str, float]], context: RankContext) -> None:
         """Add the steps of one round on this rank. Call it on every rank."""
+        self.rounds += 1
         for phase in PHASES:
             mine = []
             for sample in samples:

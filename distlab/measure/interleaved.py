@@ -154,21 +154,20 @@ def noise_floor(a: Samples, b: Samples) -> float:
 def own_noise_floor(samples: Samples) -> float | None:
     """Return the `noise_floor` of one series, one half of its samples against the other.
 
-    Samples 0, 3, 4, 7, 8, … are compared with 1, 2, 5, 6, 9, … None if there are fewer than
-    2·MIN_PAIRS samples.
+    Of two neighbours each half gets one. None if there are fewer than 2·MIN_PAIRS samples.
     """
     if len(samples) // 2 < MIN_PAIRS:
         return None
     # Neighbours are compared, and not early samples with late ones, so that drift does not count as
-    # noise. Every other pair swaps sides, because steps on a GPU may alternate, probably at its
-    # power limit: in one record, every second of 24 steps was 1.5 % longer, in all rounds. A median
-    # has both kinds in equal parts, but even samples against odd ones would set one kind against
-    # the other.
+    # noise. Pairs swap sides in the order 0 1 1 0 1 0 0 1 … (Thue and Morse), because steps on a
+    # GPU may go up and down, probably at its power limit: in one record, every second of 24 steps
+    # was 1.5 % longer, in all rounds. A median has both kinds in equal parts, but even samples
+    # against odd ones would set one kind against the other.
     halves: tuple[list[float], list[float]] = ([], [])
-    for first in range(0, len(samples) - 1, 2):
-        swap = first // 2 % 2
-        halves[swap].append(samples[first])
-        halves[1 - swap].append(samples[first + 1])
+    for pair in range(len(samples) // 2):
+        swap = pair.bit_count() % 2
+        halves[swap].append(samples[2 * pair])
+        halves[1 - swap].append(samples[2 * pair + 1])
     return noise_floor(*halves)
 
 

@@ -3,9 +3,11 @@
 Functions take rows and return numbers or new rows. A row that was measured is never changed.
 
 Noise is a row's own: on one machine a row may repeat itself within 1 % and the next not within 20
-%. An experiment that knows it better writes it as `noise_pct`; otherwise it is the larger of two
-figures: the noise floor, what one half of the row's samples measures against the other
-(`own_noise_floor`), and half of what they spread from p20 to p80.
+%. An experiment that knows it better writes it as `noise_pct`. A row that was timed in four rounds
+or more has the 95 % interval of its rounds' medians, by Student's t: steps that follow each other
+depend on each other, for example by the GPU's clock, and rounds do not. Otherwise noise is the
+larger of two figures: the noise floor, what one half of the row's samples measures against the
+other (`own_noise_floor`), and half of what they spread from p20 to p80.
 
 A ratio is *ours ÷ the other*, below 1 is faster. It has a 95 % interval: of five pairs of samples
 or more by the bootstrap, of two to four by Student's t, otherwise the noise of the worse row to
@@ -25,8 +27,9 @@ from distlab.report.record import Record, Records
 from distlab.report.table import Column, gib_column, is_number, sparse_column
 
 TIE = " tie"
-# number of pairs → 97.5 % quantile of Student's t, of one degree less
-STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182}
+# number of values → 97.5 % quantile of Student's t, of one degree less
+STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
+MIN_ROUNDS = 4  # the medians of fewer rounds may agree by chance
 
 
 def noise_of(metrics: Mapping[str, Any], quantity: str = "step") -> float | None:
@@ -35,6 +38,9 @@ def noise_of(metrics: Mapping[str, Any], quantity: str = "step") -> float | None
     if is_number(metrics.get("noise_pct")):
         return metrics["noise_pct"]
     samples = metrics.get(f"{quantity}_samples_ms")
+    rounds = metrics.get("rounds")
+    if samples and is_number(rounds) and rounds >= MIN_ROUNDS:
+        return _noise_of_rounds(samples, rounds)
     floor = own_noise_floor(samples) if samples else metrics.get("noise_floor_pct")
     # The larger of the two figures counts, since each can miss a part of the noise.
     found = [floor] if is_number(floor) else []
@@ -42,6 +48,22 @@ def noise_of(metrics: Mapping[str, Any], quantity: str = "step") -> float | None
     if is_number(p20) and is_number(p50) and is_number(p80) and p50 > 0:
         found.append(100 * (p80 - p20) / 2 / p50)
     return max(found, default=None)
+
+
+def _noise_of_rounds(samples: Sequence[float], rounds: int) -> float:
+    """Return half the 95 % interval of a row's rounds, in % of its median.
+
+    Args:
+        samples: of all rounds, one after the other, of each equally many.
+        rounds: number of rounds.
+    """
+    per_round = len(samples) // rounds
+    medians = []
+    for first in range(0, rounds * per_round, per_round):
+        medians.append(statistics.median(samples[first : first + per_round]))
+    # More rounds than the table has would make t a little smaller.
+    t = STUDENT_T[min(rounds, max(STUDENT_T))]
+    return 100 * t * statistics.stdev(medians) / math.sqrt(rounds) / statistics.median(samples)
 
 
 def with_noise(records: Records) -> list[Record]:
@@ -251,7 +273,8 @@ NOISE = sparse_column(
     ".1f",
     derived=lambda record: noise_of(record.metrics),
     about=(
-        "noise of the row: the larger of half its spread from p20 to p80 and what it measures "
-        "against itself"
+        "noise of the row's median: from four rounds on, the 95 % interval of the rounds' medians; "
+        "otherwise the larger of half its spread from p20 to p80 and what it measures against "
+        "itself"
     ),
 )

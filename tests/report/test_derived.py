@@ -1,5 +1,6 @@
 """A row's noise is its own, a ratio has an interval, and what contains 1 is a tie."""
 
+from itertools import chain
 from random import Random
 from statistics import median
 
@@ -116,6 +117,20 @@ def test_noise_is_written_where_a_row_holds_its_samples():
     assert "noise_pct" not in measured[1].metrics
     assert "noise_pct" not in records[0].metrics
     assert records[1].metrics["noise_pct"] == pytest.approx(20)
+
+
+def test_rounds_say_how_well_a_row_repeats_itself():
+    """Steps that go up and down in each round are no noise, and rounds that differ are."""
+    swinging = [100.0, 104.0, 100.5, 103.5]
+    rounds = [swinging, swinging[::-1], swinging, swinging[::-1]]
+    steps = {"step_samples_ms": list(chain(*rounds))}
+    assert noise_of(steps) > 1.5 and noise_of(steps | {"rounds": 4}) == 0
+    apart = [[step + 2 * number for step in swinging] for number in range(4)]  # 102, 104, 106, 108
+    steps = {"step_samples_ms": list(chain(*apart)), "rounds": 4}
+    t, deviation = 3.182, 2.582
+    assert noise_of(steps) == pytest.approx(100 * t * deviation / 4**0.5 / 105, rel=1e-3)
+    # Three medians may agree by chance.
+    assert noise_of({"step_samples_ms": list(chain(*rounds[:3])), "rounds": 3}) > 1.5
 
 
 def test_a_headline_names_the_rows_that_wait_for_the_host_or_counts_them():
