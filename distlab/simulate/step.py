@@ -245,13 +245,9 @@ def _collecting_only_what_is_new() -> Iterator[None]:
     One more follows the block, because finalizers of fake storages write into the log. They must
     run now.
     """
-    caller_freezes = gc.get_freeze_count() > 0
     gc.freeze()
     try:
         yield
         gc.collect()
     finally:
-        # Python cannot tell the caller's frozen objects from ours, so they all stay frozen.
-        # Otherwise each later collection of the caller would search them, for 0.3 s.
-        if not caller_freezes:
-            gc.unfreeze()
+        gc.unfreeze()
