@@ -50,9 +50,6 @@ PRELOADED += [
 ]
 
 torch.set_num_threads(1)
-# A simulated step freezes the objects that there are, and unfreezes all at its end. Those that are
-# frozen below would be searched again, and to ask whether there are any takes 40 ms.
-gc.unfreeze = lambda: None
 gc.disable()  # until the first test, since the collection of tests makes objects that stay
 sys.dont_write_bytecode = False  # as the variable above, which this process has read by now
 
