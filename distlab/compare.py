@@ -372,7 +372,7 @@ def view_of(runs: Sequence[SavedRun], metric: str) -> View:
         "difference is larger than twice the noise of the noisier run, since either may be off by "
         "it (once for ratios to a row), and, with samples of both, its 95 % interval (10,000 "
         "resamples of each run's own steps) does not contain 0. Everything else is a tie. Noise is "
-        "the 95 % interval of the medians of four rounds or more. Of fewer it is half of what the "
+        "the 95 % interval of the medians of three rounds or more. Of fewer it is half of what the "
         "samples spread from p20 to p80, or what a run measured against itself, whichever is more.",
         prediction="None: this compares what was measured.",
         noise="The noise column holds the larger of the two runs'.",

@@ -3,16 +3,16 @@
 Functions take rows and return numbers or new rows. A row that was measured is never changed.
 
 Noise is a row's own: on one machine a row may repeat itself within 1 % and the next not within 20
-%. An experiment that knows it better writes it as `noise_pct`. A row that was timed in four rounds
+%. An experiment that knows it better writes it as `noise_pct`. A row that was timed in three rounds
 or more has the 95 % interval of its rounds' medians, by Student's t: steps that follow each other
 depend on each other, for example by the GPU's clock, and rounds do not. Otherwise noise is the
 larger of two figures: the noise floor, what one half of the row's samples measures against the
 other (`own_noise_floor`), and half of what they spread from p20 to p80.
 
-A ratio is *ours ÷ the other*, below 1 is faster. It has a 95 % interval: of five pairs of samples
-or more by the bootstrap, of two to four by Student's t, otherwise the noise of the worse row to
-both sides. Two rows are a tie where that contains 1. A ratio of rows whose noise is unknown has no
-interval.
+A ratio is *ours ÷ the other*, below 1 is faster. It has a 95 % interval: of rows timed in rounds by
+their rounds (`rounds_ratio`), else of five pairs of samples or more by the bootstrap, of two to
+four by Student's t, otherwise the noise of the worse row to both sides. Two rows are a tie where
+that contains 1. A ratio of rows whose noise is unknown has no interval.
 """
 
 import math
@@ -29,7 +29,7 @@ from distlab.report.table import Column, gib_column, is_number, sparse_column
 TIE = " tie"
 # number of values → 97.5 % quantile of Student's t, of one degree less
 STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
-MIN_ROUNDS = 4  # the medians of fewer rounds may agree by chance
+MIN_ROUNDS = 3  # two rounds may agree by chance
 
 
 def noise_of(metrics: Mapping[str, Any], quantity: str = "step") -> float | None:
@@ -57,13 +57,24 @@ def _noise_of_rounds(samples: Sequence[float], rounds: int) -> float:
         samples: of all rounds, one after the other, of each equally many.
         rounds: number of rounds.
     """
+    reach = _reach(_medians_of(samples, rounds))
+    return 100 * reach / statistics.median(samples)
+
+
+def _medians_of(samples: Sequence[float], rounds: int) -> list[float]:
+    """Return the median of each round, of samples that lie one round after the other."""
     per_round = len(samples) // rounds
     medians = []
     for first in range(0, rounds * per_round, per_round):
         medians.append(statistics.median(samples[first : first + per_round]))
-    # More rounds than the table has would make t a little smaller.
-    t = STUDENT_T[min(rounds, max(STUDENT_T))]
-    return 100 * t * statistics.stdev(medians) / math.sqrt(rounds) / statistics.median(samples)
+    return medians
+
+
+def _reach(values: Sequence[float]) -> float:
+    """Return how far the 95 % interval of a mean reaches to each side, by Student's t."""
+    # More values than the table has would make t a little smaller.
+    t = STUDENT_T[min(len(values), max(STUDENT_T))]
+    return t * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def with_noise(records: Records) -> list[Record]:
@@ -128,11 +139,11 @@ def _ratio_of(row: Record, base: Record, quantity: str) -> Measured | None:
     samples = [each.metrics.get(f"{quantity}_samples_ms") or () for each in (row, base)]
     pairs = min(len(each) for each in samples)  # a row that ran out of memory has fewer
     mine, other = (each[:pairs] for each in samples)
-    # The bootstrap needs five pairs or more.
-    if pairs >= MIN_PAIRS:
-        return paired_ratio(mine, other)
-    if pairs in STUDENT_T:
-        return few_pairs_ratio(mine, other)
+    rounds = row.metrics.get("rounds")
+    if pairs > 0 and is_number(rounds) and rounds == base.metrics.get("rounds") and rounds > 1:
+        return rounds_ratio(mine, other, rounds)
+    if pairs > 1:
+        return _ratio_of_pairs(mine, other)
     mine, other = (each.metrics.get(f"{quantity}_p50_ms") for each in (row, base))
     if not is_number(mine) or not is_number(other) or not other:
         return None
@@ -186,7 +197,7 @@ def ratio_column(
 
 
 def few_pairs_ratio(a: Sequence[float], b: Sequence[float]) -> Measured:
-    """Return median(a) / median(b) of two to four pairs with a 95 % interval by Student's t.
+    """Return median(a) / median(b) of few pairs with a 95 % interval by Student's t.
 
     A bootstrap of so few pairs hardly varies, and what they spread covers the ratio of equal rows
     in about half of the runs. The interval is of the mean of the pairs' logarithms: timings are
@@ -194,11 +205,40 @@ def few_pairs_ratio(a: Sequence[float], b: Sequence[float]) -> Measured:
     """
     logs = [math.log(mine / other) for mine, other in zip(a, b, strict=True)]
     mean = statistics.mean(logs)
-    # The mean of n logarithms varies by stdev/√n, and t widens that for small n.
-    reach = STUDENT_T[len(logs)] * statistics.stdev(logs) / math.sqrt(len(logs))
+    reach = _reach(logs)
     ratio = statistics.median(a) / statistics.median(b)
     # The ratio of medians may be outside, where one pair is far from the others.
     return Measured(ratio, min(ratio, math.exp(mean - reach)), max(ratio, math.exp(mean + reach)))
+
+
+def rounds_ratio(a: Sequence[float], b: Sequence[float], rounds: int) -> Measured:
+    """Return median(a) / median(b) of rows timed in interleaved rounds, with its 95 % interval.
+
+    Steps of one round depend on each other: another program disturbs several, or the GPU's clock
+    goes up and down. So from three rounds on a round counts once, by its medians. The ratios of two
+    rounds tell little about a third. If their intervals overlap, the interval is that of all pairs
+    of samples. Otherwise it is that of two pairs, which is wide.
+
+    Args:
+        a: samples of the first row, one round after the other.
+        b: samples of the second, as many.
+        rounds: number of rounds, two or more, of equally many samples.
+    """
+    ratio = statistics.median(a) / statistics.median(b)
+    _, low, high = few_pairs_ratio(_medians_of(a, rounds), _medians_of(b, rounds))
+    per_round = len(a) // rounds
+    if rounds < MIN_ROUNDS and per_round > 1:
+        first = _ratio_of_pairs(a[:per_round], b[:per_round])
+        second = _ratio_of_pairs(a[per_round:], b[per_round:])
+        if first.low <= second.high and second.low <= first.high:
+            return _ratio_of_pairs(a, b)
+    return Measured(ratio, min(low, ratio), max(high, ratio))
+
+
+def _ratio_of_pairs(a: Sequence[float], b: Sequence[float]) -> Measured:
+    """Return the ratio of two rows or more pairs of samples that do not depend on each other."""
+    # The bootstrap needs five pairs or more.
+    return paired_ratio(a, b) if len(a) >= MIN_PAIRS else few_pairs_ratio(a, b)
 
 
 def prediction_error(
@@ -273,8 +313,8 @@ NOISE = sparse_column(
     ".1f",
     derived=lambda record: noise_of(record.metrics),
     about=(
-        "noise of the row's median: from four rounds on, the 95 % interval of the rounds' medians; "
-        "otherwise the larger of half its spread from p20 to p80 and what it measures against "
-        "itself"
+        "noise of the row's median: from three rounds on, the 95 % interval of the rounds' "
+        "medians; otherwise the larger of half its spread from p20 to p80 and what it measures "
+        "against itself"
     ),
 )
