@@ -17,13 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distlab.measure.interleaved import (
-    MIN_PAIRS,
     Ratio,
     own_noise_floor,
     percentiles,
-    unpaired_ratio,
 )
-from distlab.report.derived import noise_of
+from distlab.report.derived import noise_of, ratio_of_runs
 from distlab.report.record import Metrics, Record, Records, plain, read_json
 from distlab.report.table import Column, grouped, is_number, shared_options, text_column
 from distlab.report.view import View
@@ -370,10 +368,11 @@ def view_of(runs: Sequence[SavedRun], metric: str) -> View:
         findings=lambda rows: [*differing, *findings(rows)],
         reading="Medians, the last run against the first. A row is worse or better where the "
         "difference is larger than twice the noise of the noisier run, since either may be off by "
-        "it (once for ratios to a row), and, with samples of both, its 95 % interval (10,000 "
-        "resamples of each run's own steps) does not contain 0. Everything else is a tie. Noise is "
-        "the 95 % interval of the medians of three rounds or more. Of fewer it is half of what the "
-        "samples spread from p20 to p80, or what a run measured against itself, whichever is more.",
+        "it (once for ratios to a row), and, with samples of both, its 95 % interval does not "
+        "contain 0. That interval is of each run's rounds if both have three or more, otherwise of "
+        "10,000 resamples of each run's own steps. Everything else is a tie. Noise is the 95 % "
+        "interval of the medians of three rounds or more. Of fewer it is half of what the samples "
+        "spread from p20 to p80, or what a run measured against itself, whichever is more.",
         prediction="None: this compares what was measured.",
         noise="The noise column holds the larger of the two runs'.",
     )
@@ -446,10 +445,9 @@ def _verdict(old: Record | None, new: Record | None, metric: str) -> Metrics:
     quantity = metric.removesuffix("_p50_ms")
     noises = [noise_of(record.metrics, quantity) for record in (old, new)]
     noise = max((each for each in noises if each is not None), default=None)
-    old_samples = old.metrics.get(f"{quantity}_samples_ms") or ()
-    new_samples = new.metrics.get(f"{quantity}_samples_ms") or ()
-    if min(len(old_samples), len(new_samples)) >= MIN_PAIRS:
-        ratio = unpaired_ratio(new_samples, old_samples)
+    measured = ratio_of_runs(new, old, quantity)
+    if measured is not None:
+        ratio = measured
     elif first == last:
         ratio = Ratio(1.0, None, None)  # also of two zeros, such as spilled bytes
     else:

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from distlab.measure.interleaved import MIN_PAIRS, own_noise_floor, paired_ratio
+from distlab.measure.interleaved import MIN_PAIRS, own_noise_floor, paired_ratio, unpaired_ratio
 from distlab.measure.interleaved import Ratio as Measured
 from distlab.report.record import Record, Records
 from distlab.report.table import Column, gib_column, is_number, sparse_column
@@ -233,6 +233,29 @@ def rounds_ratio(a: Sequence[float], b: Sequence[float], rounds: int) -> Measure
         if first.low <= second.high and second.low <= first.high:
             return _ratio_of_pairs(a, b)
     return Measured(ratio, min(low, ratio), max(high, ratio))
+
+
+def ratio_of_runs(new: Record, old: Record, quantity: str = "step") -> Measured | None:
+    """Return the ratio of a row in two runs, new ÷ old, with its 95 % interval.
+
+    The runs share no moments, so nothing forms pairs. If both were timed in three rounds or more, a
+    round counts once, as in `rounds_ratio`. Otherwise each run's samples are resampled. None if
+    either has fewer than five.
+    """
+    samples = [each.metrics.get(f"{quantity}_samples_ms") or () for each in (new, old)]
+    if min(len(each) for each in samples) < MIN_PAIRS:
+        return None
+    rounds = [each.metrics.get("rounds") for each in (new, old)]
+    if not all(is_number(number) and number >= MIN_ROUNDS for number in rounds):
+        return unpaired_ratio(*samples)
+    logs = []
+    for each, number in zip(samples, rounds, strict=True):
+        logs.append([math.log(ms) for ms in _medians_of(each, number)])
+    mean = statistics.mean(logs[0]) - statistics.mean(logs[1])
+    # Each run's mean is uncertain by itself. This is a little wider than Welch's interval.
+    reach = math.hypot(_reach(logs[0]), _reach(logs[1]))
+    ratio = statistics.median(samples[0]) / statistics.median(samples[1])
+    return Measured(ratio, min(ratio, math.exp(mean - reach)), max(ratio, math.exp(mean + reach)))
 
 
 def _ratio_of_pairs(a: Sequence[float], b: Sequence[float]) -> Measured:

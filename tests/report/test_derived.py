@@ -15,6 +15,7 @@ from distlab.report.derived import (
     host_bound,
     noise_of,
     ratio_metrics,
+    ratio_of_runs,
     row_named,
     tie_mark,
     waiting,
@@ -158,6 +159,25 @@ def test_the_interval_contains_the_truth_if_whole_rounds_are_disturbed(
         metrics = ratio_metrics("ratio", made_up(), made_up())
         hits += metrics["ratio_low"] <= 1 <= metrics["ratio_high"]
     assert hits >= 100 * least
+
+
+def test_the_interval_of_two_runs_knows_that_rounds_are_disturbed():
+    random = Random(2)
+
+    def made_up():
+        samples = []
+        for _ in range(4):
+            disturbed = random.gauss(0, 0.05)
+            samples += [math.exp(disturbed + random.gauss(0, 0.005)) for _ in range(6)]
+        return named("a", {"step_samples_ms": samples, "rounds": 4})
+
+    hits = 0
+    for _ in range(100):
+        _, low, high = ratio_of_runs(made_up(), made_up())
+        hits += low <= 1 <= high
+    assert hits >= 93
+    short = named("a", {"step_samples_ms": [1.0] * 4, "rounds": 4})
+    assert ratio_of_runs(short, made_up()) is None
 
 
 def test_rounds_that_agree_resolve_a_small_difference():
