@@ -250,8 +250,8 @@ _SENTENCES = {
     ),
     SYNCHRONISATION: (
         "The host waits for the device and then launches anew, {much} {where} ({detail}). Remove "
-        "the synchronisation from the step. torch.cuda.set_sync_debug_mode('warn') names its line. "
-        "A tensor that is made on the host and moved, such as torch.zeros(()).cuda(), is one."
+        "the synchronisation from the step. torch.cuda.set_sync_debug_mode('warn') warns at each. "
+        "A copy from host memory that is not pinned waits, too, such as torch.zeros(()).cuda()."
     ),
     HOST: (
         "The device waits {much} {where} for the host to launch work, mostly {detail}. Make the "
@@ -691,7 +691,8 @@ def why_idle(step: RankStep, host: Host, small_bytes: float) -> list[Blame]:
                 waited = host.wait_before((begin, end))
                 if waited is not None:
                     lost = found[-1]
-                    lost_ms = waited[1].end_ms - waited[1].start_ms - ms
+                    # The device may have idled for longer than the host had waited.
+                    lost_ms = max(0.0, waited[1].end_ms - waited[1].start_ms - ms)
                 continue
             late = _why_host_is_late((begin, end), step, host, small_bytes, usual_cause)
             if late.cause == UNKNOWN:

@@ -460,6 +460,22 @@ def test_a_wait_that_ends_below_a_message_is_the_cause_of_what_follows_it(tmp_pa
     assert by_cause["host-bound"].ms == pytest.approx(0.1, abs=0.01)  # before the first layer
 
 
+def test_a_wait_owes_no_more_than_it_took(tmp_path):
+    """The device idles for longer than the wait was, and later for another reason."""
+
+    def waits_for_a_moment(writer, begin):
+        handmade.layers(writer, begin, 0.1, 10)
+        writer.span("cuda_runtime", "cudaDeviceSynchronize", begin + 9, begin + 10.02)
+        handmade.layers(writer, begin, 14, 20, launched=13.9)
+        handmade.layers(writer, begin, 22, 29.9, launched=21.9)
+
+    explanation = explain_traces(gpu_run(tmp_path, waits_for_a_moment))
+    by_cause = {finding.cause: finding.ms for finding in explanation.findings}
+    assert by_cause["synchronisation"] == pytest.approx(4, abs=0.05)
+    # Before the first layer, between the others, and at the end of the step.
+    assert by_cause["host-bound"] == pytest.approx(0.1 + 2 + 0.1, abs=0.05)
+
+
 def test_the_host_is_late_for_other_work_because_it_launches_small_messages(tmp_path):
     def ahead_on_the_network(writer, begin):
         handmade.layers(writer, begin, 0.1, 10)
