@@ -209,7 +209,7 @@ class CopyEngineTensors:
 class Arrival:
     """A tensor that is complete on every rank when the GPU comes to this event.
 
-    Args:
+    Attributes:
         event: event after the tensor's last transfer.
         device: GPU of this rank.
     """

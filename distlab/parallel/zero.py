@@ -330,7 +330,7 @@ def _check_wrapper(ddp: Any) -> None:
 
 
 class ReduceScatter(AllReduce):
-    """Exchange of buckets in which every rank gets its slice of the mean.
+    """Exchange of slices: each rank gets its slice of the mean, and sends that of the parameters.
 
     The rest of a bucket holds leftovers. The used flags are sent separately, because every rank
     needs all of them.

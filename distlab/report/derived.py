@@ -259,7 +259,7 @@ def ratio_of_runs(new: Record, old: Record, quantity: str = "step") -> Measured 
 
 
 def _ratio_of_pairs(a: Sequence[float], b: Sequence[float]) -> Measured:
-    """Return the ratio of two rows or more pairs of samples that do not depend on each other."""
+    """Return the ratio of two rows by their pairs of samples, two or more, each counted once."""
     # The bootstrap needs five pairs or more.
     return paired_ratio(a, b) if len(a) >= MIN_PAIRS else few_pairs_ratio(a, b)
 

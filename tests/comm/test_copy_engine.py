@@ -17,13 +17,18 @@ from tests.parallel.cases import CASES, build, by_op
 from tests.parallel.test_contract import on_two_ranks, run
 
 
+def made_up(world_size):
+    """Replicas of a tensor on all ranks, their mean, and memory for what arrives."""
+    generator = torch.Generator().manual_seed(1)
+    replicas = [torch.randn(5 * world_size, generator=generator) for _ in range(world_size)]
+    mean = torch.stack(replicas).double().mean(0)
+    return replicas, mean, torch.full((world_size - 1, 8), float("nan"))
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_rank_doing_its_part_leaves_the_mean_everywhere(world_size):
     """What each rank does to memory that all share, one rank after the other."""
-    generator = torch.Generator().manual_seed(1)
-    replicas = [torch.randn(5 * world_size, generator=generator) for _ in range(world_size)]
-    expected = torch.stack(replicas).double().mean(0)
-    staging = torch.full((world_size - 1, 8), float("nan"))
+    replicas, expected, staging = made_up(world_size)
     with CollectiveRecorder() as recorder:
         for rank in range(world_size):
             torch.ops.distlab.all_reduce_mean_by_copy(replicas, staging, rank)
@@ -36,10 +41,7 @@ def test_every_rank_doing_its_part_leaves_the_mean_everywhere(world_size):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_slices_are_reduced_then_gathered(world_size):
     """The two halves of an all-reduce, with a step between them."""
-    generator = torch.Generator().manual_seed(1)
-    replicas = [torch.randn(5 * world_size, generator=generator) for _ in range(world_size)]
-    mean = torch.stack(replicas).double().mean(0)
-    staging = torch.full((world_size - 1, 8), float("nan"))
+    replicas, mean, staging = made_up(world_size)
     with CollectiveRecorder() as recorder:
         for rank in range(world_size):
             torch.ops.distlab.reduce_scatter_mean_by_copy(replicas, staging, rank)
