@@ -14,8 +14,8 @@ from distlab.report.docs_tables import (
     definition,
     embed,
     pictures_of,
-    records_of,
     redrawn,
+    rows_of,
     table_of,
 )
 from experiments.plan import arithmetic
@@ -43,7 +43,8 @@ def test_tables_and_code_are_drawn_from_records_and_source(page):
     assert redrawn(text, view_of, ROOT) == text, "run make tables"
     assert text.count("<!-- picture") == len(pictures_of(text))
     for source, name, _ in pictures_of(text):
-        assert name in view_of(records_of(source, ROOT)[0].experiment).pictures
+        view, _ = rows_of(source, view_of, ROOT)
+        assert name in view.pictures
 
 
 def test_rows_with_commas_in_their_names_and_values_of_what_was_varied_can_be_chosen():

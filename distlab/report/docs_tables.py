@@ -55,8 +55,8 @@ def redraw_pages(
         # Pictures cannot be compared bit by bit between versions of matplotlib, so no check draws
         # them.
         for source, name, target in [] if check else pictures_of(new):
-            records = records_of(source, root)
-            view_of(records[0].experiment).pictures[name](records, page.parent / target)
+            view, records = rows_of(source, view_of, root)
+            view.pictures[name](records, page.parent / target)
     return int(check and stale)
 
 
@@ -65,17 +65,25 @@ def pictures_of(page: str) -> list[tuple[str, str, str]]:
     return re.findall(r"<!-- picture (.+) (\S+) -->\n!\[[^\]]*\]\(([^)]+)\)", page)
 
 
-def records_of(source: str, root: Path) -> list[Record]:
+def rows_of(source: str, view_of: Callable[[str], View], root: Path) -> tuple[View, list[Record]]:
     """Read the rows of a file of records, or those of some variants: `records/….json#naive,flat`.
 
-    Variants with commas in their names are divided by semicolons: `#one by one;fused, ours`. Values
-    of the varied options can be named after them: `#ours?size=64,4096`.
+    What the view derives from rows (ratios, noise) is derived anew, as `distlab show` does, and
+    from all rows of the file: the chosen ones may lack what they are compared with. Variants with
+    commas in their names are divided by semicolons: `#one by one;fused, ours`. Values of the varied
+    options can be named after them: `#ours?size=64,4096`.
+
+    Returns:
+        The view of the experiment, and the rows.
 
     Raises:
-        ValueError: records of uncommitted code, or a variant or a value that the file lacks.
+        ValueError: records of uncommitted code, or a variant or a value that the file lacks. Also
+            for an experiment without a view.
     """
     path, variants, key, values, _ = SOURCE.fullmatch(source).groups()
     records = read_json(root / path)
+    view = view_of(records[0].experiment)
+    records = view.derived(records)
     commits = dict.fromkeys(record.commit or "unknown" for record in records)
     dirty = [commit for commit in commits if commit.endswith("-dirty")]
     if dirty:
@@ -93,21 +101,17 @@ def records_of(source: str, root: Path) -> list[Record]:
             # A misspelt variant would otherwise vanish from the page silently.
             if {of(record) for record in records} != set(wanted):
                 raise ValueError(f"{path}: not all of {chosen} are {what} there")
-    return records
+    return view, records
 
 
 def table_of(source: str, view_of: Callable[[str], View], root: Path) -> str:
     """Return headline and table of a file of records, in Markdown.
 
-    The rows are those of `records_of`. Columns may be named by the last part of their keys:
-    `records/….json#naive,flat@comm_ms`.
-
-    Raises:
-        ValueError: as in `records_of`. Also for an experiment without a view.
+    The rows are those of `rows_of`, with its errors. Columns may be named by the last part of their
+    keys: `records/….json#naive,flat@comm_ms`.
     """
     path, *_, only = SOURCE.fullmatch(source).groups()
-    records = records_of(source, root)
-    view = view_of(records[0].experiment)
+    view, records = rows_of(source, view_of, root)
     # Twelve digits name a commit uniquely, and fit into a line.
     commits = dict.fromkeys((record.commit or "unknown")[:12] for record in records)
     headline = for_markdown(view.headline_of(records))

@@ -99,7 +99,7 @@ def overhead_metrics(record: Record, local: Record) -> dict[str, float | bool]:
     return {
         "overhead_ms": overhead_ms,
         "overhead_unexplained_ms": unexplained_ms,
-        "overhead_closes": closes(unexplained_ms, step_ms),
+        "overhead_closes": closes(unexplained_ms, overhead_ms, step_ms),
     }
 
 
@@ -152,7 +152,7 @@ def findings(records: Records) -> list[str]:
 
 
 def open_rows(records: Records) -> list[str]:
-    """Name rows whose overhead the trace does not explain to within 5 % of the step or 1 ms."""
+    """Name rows whose overhead the trace does not explain well enough (`closes`)."""
     # `is False`: rows without a trace have None, and they are not open.
     return [record.variant for record in records if record.metrics.get("overhead_closes") is False]
 

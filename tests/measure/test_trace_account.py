@@ -67,8 +67,23 @@ def test_a_phase_begins_with_its_first_kernel_on_the_device():
     assert phase_starts(events, (10, 20)) == {"optimizer": 4}
 
 
-def test_an_account_closes_within_five_per_cent_or_one_millisecond():
-    assert closes(1, 3) and closes(-5, 100) and not closes(5.1, 100) and not closes(-1.1, 3)
+@pytest.mark.parametrize(
+    "unexplained, overhead, step, is_closed",
+    [
+        (5.0, 10.0, 200.0, True),  # half of the overhead
+        (-5.1, 10.0, 200.0, False),
+        (15.7, 17.3, 463.0, False),  # within 5 % of the step, but nearly all of the overhead
+        (4.0, 4.0, 460.0, True),  # within 1 % of the step
+        (1.0, 0.0, 3.0, True),  # 1 ms
+        (-1.1, 0.0, 3.0, False),
+        (-10.0, 90.0, 200.0, True),
+        (10.1, 90.0, 200.0, False),  # more than 5 % of the step
+    ],
+)
+def test_an_account_closes_if_it_explains_half_or_misses_little(
+    unexplained, overhead, step, is_closed
+):
+    assert closes(unexplained, overhead, step) is is_closed
 
 
 def queued_steps():

@@ -139,17 +139,20 @@ def explain(step: StepAccount, local: StepAccount) -> dict[str, float]:
     }
 
 
-def closes(unexplained_ms: float, step_ms: float) -> bool:
-    """Return whether an account is accurate enough: within 5 % of the step, or 1 ms.
+def closes(unexplained_ms: float, overhead_ms: float, step_ms: float) -> bool:
+    """Return whether an account explains enough of an overhead: at least half of it.
 
-    Both limits are our choice, not theory. The one in ms is for short steps, of which the
-    profiler's own overhead is a larger share.
+    What is missing may also be small as such: 1 ms, or 1 % of the step. It may never be more than
+    5 % of the step. These limits are our choice, not theory. The one in ms is for short steps, of
+    which the profiler's own overhead is a larger share. Two runs of one step differ by 1 %.
 
     Args:
         unexplained_ms: ms of overhead without a profiler, less the sum of the causes (`explain`).
+        overhead_ms: ms of overhead without a profiler.
         step_ms: ms of the step without a profiler.
     """
-    return abs(unexplained_ms) <= max(0.05 * step_ms, 1.0)
+    at_most_half = min(0.5 * abs(overhead_ms), 0.05 * step_ms)
+    return abs(unexplained_ms) <= max(at_most_half, 0.01 * step_ms, 1.0)
 
 
 def step_windows(events: Sequence[Event]) -> list[Interval]:
