@@ -33,6 +33,7 @@ from distlab.report.derived import (
 from distlab.report.findings import (
     FASTER,
     SLOWER,
+    TOO_WIDE,
     UNCLEAR,
     furthest_behind,
     interval_of,
@@ -59,6 +60,7 @@ __all__ = [
     "PEAK",
     "SLOWER",
     "TIE",
+    "TOO_WIDE",
     "UNCLEAR",
     "Column",
     "Metrics",

@@ -13,6 +13,7 @@ from distlab.report.table import is_number
 
 FASTER, SLOWER, UNCLEAR = "faster", "slower", "unclear"
 MORE_ROUNDS = "more --rounds, or a machine that does nothing else"
+TOO_WIDE = "its rounds differ too much for an interval"
 NAMED_ROWS = 4  # slower rows that a finding names; the table has all of them
 
 
@@ -38,11 +39,17 @@ def verdict_of(record: Record, name: str) -> str:
 
 
 def with_interval(record: Record, name: str, form: str = ".2f") -> str:
-    """Return a ratio for a sentence: `1.25 (95 %: 1.20 to 1.30)`."""
+    """Return a ratio for a sentence: `1.25 (95 %: 1.20 to 1.30)`.
+
+    An interval that reaches from less than half to more than twice the ratio is not shown: it is
+    that of two rounds that disagree.
+    """
     found = interval_of(record, name)
     if found is None:
         # A ratio without an interval is shown, but marked.
         return f"{record.metrics[name]:{form}} (no interval)"
+    if found.low < found.ratio / 2 and found.high > 2 * found.ratio:
+        return f"{found.ratio:{form}} ({TOO_WIDE})"
     return f"{found.ratio:{form}} (95 %: {found.low:{form}} to {found.high:{form}})"
 
 

@@ -11,6 +11,7 @@ from distlab.experiment import Record, Records, headline_from
 from distlab.measure import closes
 from distlab.parallel import STRATEGIES, Strategy
 from distlab.report import (
+    TOO_WIDE,
     UNCLEAR,
     fastest,
     is_number,
@@ -258,9 +259,13 @@ def what_communication_costs(records: Records) -> list[str]:
     who = f"{best.variant}, the fastest of ours that overlaps,"
     overhead_ms = best.metrics["overhead_ms"]
     more = "more" if overhead_ms >= 0 else "less"
+    interval = f"95 %: {overhead.low:.0f} to {overhead.high:.0f} %"
+    # Two rounds that disagree say so little about a third that their interval is no share.
+    if overhead.low < -100:
+        interval = TOO_WIDE
     measured = (
         f"takes {abs(overhead_ms):.1f} ms {more} than local, {overhead.middle:.0f} % "
-        f"of its step (95 %: {overhead.low:.0f} to {overhead.high:.0f} %)"
+        f"of its step ({interval})"
     )
     # The whole interval is above the limit. A median above it would not suffice.
     if overhead.low > OVERHEAD_PCT:
@@ -282,6 +287,8 @@ def _doubt(best: Record, overhead: Overhead, records: Records) -> str:
     # The overhead is a difference of two rows, so the noisier one limits it.
     noise = max(noise_of(each.metrics) or 0.0 for each in (best, local) if each is not None)
     try_again = f"Noise is ± {noise:.0f} %: try --rounds 6, or a machine that does nothing else."
+    if overhead.low < -100:
+        return try_again
     if overhead.high > OVERHEAD_PCT:
         return f"The interval reaches above {OVERHEAD_PCT} %. {try_again}"
     # Strategies that update only a part of the parameters can really be faster than `local`.

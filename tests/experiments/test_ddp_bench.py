@@ -263,6 +263,12 @@ def test_communication_is_hidden_where_interval_and_trace_say_so():
         # no tie, and not clear either
         ("bucketed", (19, 8, 30), 90.0, "The interval reaches above 10 %"),
         ("bucketed", (-74, -90, -60), 90.0, "cannot be faster than no communication"),
+        (
+            "bucketed",
+            (14, -210, 73),
+            90.0,
+            "(its rounds differ too much for an interval). Noise is",
+        ),
         ("overlap", (3, 2, 5), 33.0, "Compute covers only 33 %"),
         ("bucketed", (3, 2, 5), None, "There is no trace"),
     ],

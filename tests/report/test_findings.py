@@ -41,6 +41,8 @@ def test_a_verdict_needs_the_whole_interval(numbers, verdict):
 def test_a_ratio_is_shown_with_its_interval():
     assert with_interval(row(1.25, 1.2, 1.3), "ratio") == "1.25 (95 %: 1.20 to 1.30)"
     assert with_interval(row(1.25), "ratio", ".1f") == "1.2 (no interval)"
+    of_two_rounds = with_interval(row(1.24, 0.03, 43.1), "ratio")
+    assert of_two_rounds == "1.24 (its rounds differ too much for an interval)"
     assert interval_of(row("OOM", 1.0, 1.0), "ratio") is None
 
 
