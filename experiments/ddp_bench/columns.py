@@ -126,8 +126,8 @@ VIEW = View(
             ".1f",
             note=overhead_mark,
             about="what a step takes longer than `local`'s; a tie where the 95 % interval of "
-            "their ratio contains 1; open where the trace leaves more than half of it unexplained, "
-            "and more than 1 % of the step or 1 ms; also if that is more than 5 % of the step",
+            "their ratio contains 1; open where the causes in the trace miss it by more than half, "
+            "and by more than 1 % of the step or 1 ms; or by more than 5 % of the step",
         ),
         Column(
             "metrics.comm_ms",

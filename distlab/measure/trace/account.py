@@ -140,11 +140,11 @@ def explain(step: StepAccount, local: StepAccount) -> dict[str, float]:
 
 
 def closes(unexplained_ms: float, overhead_ms: float, step_ms: float) -> bool:
-    """Return whether an account explains enough of an overhead: at least half of it.
+    """Return whether the causes add up to the overhead well enough: within half of it.
 
-    What is missing may also be small as such: 1 ms, or 1 % of the step. It may never be more than
-    5 % of the step. These limits are our choice, not theory. The one in ms is for short steps, of
-    which the profiler's own overhead is a larger share. Two runs of one step differ by 1 %.
+    They may also miss it by 1 ms or 1 % of the step, and never by more than 5 % of the step. These
+    limits are our choice, not theory. The one in ms is for short steps, of which the profiler's own
+    overhead is a larger share. Two runs of one step differ by 1 %.
 
     Args:
         unexplained_ms: ms of overhead without a profiler, less the sum of the causes (`explain`).
