@@ -133,7 +133,7 @@ VIEW = View(
             "metrics.comm_ms",
             "comm ms",
             ".1f",
-            about="time of all communication in the trace of rank 0",
+            about="time of all communication in the trace of rank 0, with waits for other ranks",
         ),
         Column(
             "metrics.exposed_ms", "exposed ms", ".1f", about="the part of it that no compute covers"
