@@ -142,9 +142,9 @@ def explain(step: StepAccount, local: StepAccount) -> dict[str, float]:
 def closes(unexplained_ms: float, overhead_ms: float, step_ms: float) -> bool:
     """Return whether the causes add up to the overhead well enough: within half of it.
 
-    They may also miss it by 1 ms or 1 % of the step, and never by more than 5 % of the step. These
-    limits are our choice, not theory. The one in ms is for short steps, of which the profiler's own
-    overhead is a larger share. Two runs of one step differ by 1 %.
+    Half of the overhead counts up to 5 % of the step. The causes may always miss it by 1 % of the
+    step, by which two runs of one step differ, or by 1 ms, since the profiler's own overhead is a
+    larger share of a short step. These limits are our choice, not theory.
 
     Args:
         unexplained_ms: ms of overhead without a profiler, less the sum of the causes (`explain`).
