@@ -8,23 +8,11 @@ import pytest
 import torch
 
 from distlab.model import TransformerLM, preset
-from distlab.parallel import get_strategy
+from distlab.parallel import STRATEGIES, get_strategy, strategies_on
 from distlab.testing import run_ranks
 from distlab.train.step import TrainStep
 
-STRATEGIES = [
-    "local",
-    "naive",
-    "flat",
-    "overlap",
-    "bucketed",
-    "bucketed-dma",
-    "sharded-optimizer",
-    "zero1",
-    "zero1-dma",
-    "zero2",
-    "fsdp",
-]
+OURS = [name for name in strategies_on("cuda", meshes=False) if not STRATEGIES[name].is_peer]
 
 
 def run_steps_without_waiting(context, name):
@@ -53,6 +41,6 @@ def run_steps_without_waiting(context, name):
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", OURS)
 def test_a_step_does_not_wait_for_the_gpu(name):
     run_ranks(run_steps_without_waiting, 2, name, backend="nccl")
