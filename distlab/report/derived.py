@@ -5,9 +5,9 @@ Functions take rows and return numbers or new rows. A row that was measured is n
 Noise is a row's own: on one machine a row may repeat itself within 1 % and the next not within 20
 %. An experiment that knows it better writes it as `noise_pct`. A row that was timed in three rounds
 or more has the 95 % interval of its rounds' medians, by Student's t: steps that follow each other
-depend on each other, for example by the GPU's clock, and rounds do not. Otherwise noise is the
-larger of two figures: the noise floor, what one half of the row's samples measures against the
-other (`own_noise_floor`), and half of what they spread from p20 to p80.
+depend on each other, for example by the GPU's clock. What repeats in every round it cannot show.
+Otherwise noise is the larger of two figures: the noise floor, what one half of the row's samples
+measures against the other (`own_noise_floor`), and half of what they spread from p20 to p80.
 
 A ratio is *ours ÷ the other*, below 1 is faster. It has a 95 % interval: of rows timed in rounds by
 their rounds (`rounds_ratio`), else of five pairs of samples or more by the bootstrap, of two to

@@ -38,17 +38,24 @@ def verdict_of(record: Record, name: str) -> str:
     return UNCLEAR
 
 
+def is_too_wide(found: Measured) -> bool:
+    """Return whether an interval reaches from below half to above twice the ratio.
+
+    Two rounds that disagree say so little about a third that their interval is no information.
+    """
+    return found.low < found.ratio / 2 and found.high > 2 * found.ratio
+
+
 def with_interval(record: Record, name: str, form: str = ".2f") -> str:
     """Return a ratio for a sentence: `1.25 (95 %: 1.20 to 1.30)`.
 
-    An interval that reaches from less than half to more than twice the ratio is not shown: it is
-    that of two rounds that disagree.
+    An interval that `is_too_wide` is not shown.
     """
     found = interval_of(record, name)
     if found is None:
         # A ratio without an interval is shown, but marked.
         return f"{record.metrics[name]:{form}} (no interval)"
-    if found.low < found.ratio / 2 and found.high > 2 * found.ratio:
+    if is_too_wide(found):
         return f"{found.ratio:{form}} ({TOO_WIDE})"
     return f"{found.ratio:{form}} (95 %: {found.low:{form}} to {found.high:{form}})"
 

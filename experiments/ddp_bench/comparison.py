@@ -14,7 +14,9 @@ from distlab.report import (
     TOO_WIDE,
     UNCLEAR,
     fastest,
+    interval_of,
     is_number,
+    is_too_wide,
     noise_by_row,
     noise_of,
     ratio_metrics,
@@ -260,8 +262,7 @@ def what_communication_costs(records: Records) -> list[str]:
     overhead_ms = best.metrics["overhead_ms"]
     more = "more" if overhead_ms >= 0 else "less"
     interval = f"95 %: {overhead.low:.0f} to {overhead.high:.0f} %"
-    # Two rounds that disagree say so little about a third that their interval is no share.
-    if overhead.low < -100:
+    if is_too_wide(interval_of(best, "vs_local")):
         interval = TOO_WIDE
     measured = (
         f"takes {abs(overhead_ms):.1f} ms {more} than local, {overhead.middle:.0f} % "
@@ -287,7 +288,7 @@ def _doubt(best: Record, overhead: Overhead, records: Records) -> str:
     # The overhead is a difference of two rows, so the noisier one limits it.
     noise = max(noise_of(each.metrics) or 0.0 for each in (best, local) if each is not None)
     try_again = f"Noise is ± {noise:.0f} %: try --rounds 6, or a machine that does nothing else."
-    if overhead.low < -100:
+    if is_too_wide(interval_of(best, "vs_local")):
         return try_again
     if overhead.high > OVERHEAD_PCT:
         return f"The interval reaches above {OVERHEAD_PCT} %. {try_again}"

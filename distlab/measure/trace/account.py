@@ -143,8 +143,9 @@ def closes(unexplained_ms: float, overhead_ms: float, step_ms: float) -> bool:
     """Return whether the causes add up to the overhead well enough: within half of it.
 
     Half of the overhead counts up to 5 % of the step. The causes may always miss it by 1 % of the
-    step, by which two runs of one step differ, or by 1 ms, since the profiler's own overhead is a
-    larger share of a short step. These limits are our choice, not theory.
+    step, since two runs of one step differ by about that. They may also miss it by 1 ms, since the
+    profiler's own overhead is a larger share of a short step. These limits are our choice, not
+    theory.
 
     Args:
         unexplained_ms: ms of overhead without a profiler, less the sum of the causes (`explain`).
