@@ -215,11 +215,10 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
     On a GPU under autocast the matmul that makes the weight's gradient returns it in the weight's
     own dtype, fp32. torch's form rounds it to autocast's dtype and casts it in a separate pass. The
-    gradient is written to its `gradient_target`. Compiled code takes torch's form, because a traced
-    backward allocates its own results.
+    gradient is written to its `gradient_target`, by compiled code as well.
     """
     kind = x.device.type
-    if on_gpu(x) and torch.is_autocast_enabled(kind) and not torch.compiler.is_compiling():
+    if on_gpu(x) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         if weight.requires_grad and weight.dtype == torch.float32 and dtype != torch.float32:
             return _CastLinear.apply(x, weight, dtype)
@@ -282,13 +281,18 @@ class _CastLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        _refuse_create_graph("a linear layer of a cast weight")
         x, cast = ctx.saved_tensors
         dx = None
         if ctx.needs_input_grad[0]:
             # y = x·Wᵀ, so dx = dy·W and dW = dyᵀ·x.
             dx = (dy @ cast).to(ctx.x_dtype)
         dw = None
+        if torch.compiler.is_compiling():
+            # A compiled backward has no gradient of its own, which torch refuses by itself.
+            if ctx.needs_input_grad[1]:
+                dw = torch.ops.distlab.weight_gradient(ctx.weight, dy, x)
+            return dx, dw, None
+        _refuse_create_graph("a linear layer of a cast weight")
         if ctx.needs_input_grad[1]:
             dw = _weight_gradient(ctx.weight, dy, x)
         return dx, dw, None
@@ -303,10 +307,29 @@ def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
         return torch.mm(dy.t(), x).to(weight.dtype)
     target = gradient_target(weight)
     if target is None:
-        return torch.mm(dy.t(), x, out_dtype=weight.dtype)
-    torch.mm(dy.t(), x, out_dtype=weight.dtype, out=target)
+        return _wide_product(dy.t(), x, weight.dtype)
+    _wide_product(dy.t(), x, weight.dtype, out=target)
     # A new view, to which nothing else refers. Autograd makes it `.grad` without a copy.
     return target.view_as(target)
+
+
+# `_weight_gradient` as an operator of torch. The compiler does not look inside an operator, so what
+# `gradient_target` returns is decided in each step, and not once for all at compilation. It is not
+# made by `torch.library.custom_op`, which refuses a result in the storage of an argument: a
+# strategy may keep a weight and its bucket in one.
+_library = torch.library.Library("distlab", "FRAGMENT")
+_library.define("weight_gradient(Tensor weight, Tensor dy, Tensor x) -> Tensor")
+_library.impl("weight_gradient", _weight_gradient, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("distlab::weight_gradient", lib=_library)
+def _like_the_weight(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(weight)
+
+
+def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Return a b in a wider dtype than theirs. cuBLAS writes it without a pass that casts."""
+    return torch.mm(a, b, out_dtype=dtype, out=out)
 
 
 def linear_with_late_weight(x: Tensor, weight: Tensor, *, put_off: PutOff) -> Tensor:

@@ -148,6 +148,49 @@ def test_gradients_of_gradients_of_cast_operations_are_refused(function):
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
+def wide_product_on_a_cpu(a, b, dtype, out=None):
+    product = a.to(dtype) @ b.to(dtype)
+    return product if out is None else out.copy_(product)
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], ids=["cpu", "gpu"]
+)
+def test_compiled_code_writes_gradients_into_their_targets(device, monkeypatch):
+    """One graph serves weights with a target and without, and steps that add to a gradient."""
+    if device == "cpu":
+        monkeypatch.setattr(ops, "on_gpu", lambda x: True)
+        monkeypatch.setattr(ops, "_wide_product", wide_product_on_a_cpu)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    weight = torch.nn.Parameter(torch.randn(24, 16, device=device))
+    x = torch.randn(2, 5, 16, device=device, requires_grad=True)
+
+    def gradients(function):
+        with torch.autocast(device, torch.bfloat16):
+            y = function(x, weight)
+        return torch.autograd.grad(y.float().square().sum(), (x, weight))
+
+    expected = gradients(ops.linear)
+    compiled = torch.compile(ops.linear, fullgraph=True, backend="aot_eager")
+    # The weight and the first target are parts of one storage, as in a strategy's buffers.
+    both = torch.empty(2, 24, 16, device=device)
+    weight.data = both[0].copy_(weight.data)
+    targets = [both[1], torch.empty_like(weight)]
+    for target in (None, *targets):
+        if target is not None:
+            weight.gradient_target = target
+        found = gradients(compiled)
+        for gradient, other in zip(found, expected, strict=True):
+            assert gradient.dtype == torch.float32
+            torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-5)
+        assert target is None or found[1].data_ptr() == target.data_ptr()
+    # Where there is a gradient to add to, the target stays unused.
+    weight.grad, weight.gradient_target = torch.ones_like(weight), targets[0]
+    assert gradients(compiled)[1].data_ptr() != targets[0].data_ptr()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 def test_very_many_logits_are_computed_in_chunks(monkeypatch):
     """The same loss and gradients, with torch's operations too.
 
