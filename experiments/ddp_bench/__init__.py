@@ -190,9 +190,9 @@ EXPERIMENT = Experiment(
             "compile": "blocks",
             "bucket_sizes_mb": (100.0,),
             "warmup": 2,
-            # Two rounds suffice: building and compiling a row takes longer than its steps.
             "steps": 6,
-            "rounds": 2,
+            # The smallest number that gives each row an interval of its rounds.
+            "rounds": 3,
             "strategies": (
                 "local",
                 "naive",
