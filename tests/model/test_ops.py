@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from distlab.model import get_ops, ops, preset
+from distlab.model import TransformerLM, get_ops, ops, preset
+from distlab.model.config import ModelConfig
+from distlab.train.step import compiled
 
 # fp32 sums of a few dozen terms of size 1 taken in another order: errors of a few 1e-7 each.
 FP32 = {"atol": 1e-5, "rtol": 1e-5}
@@ -189,6 +191,38 @@ def test_compiled_code_writes_gradients_into_their_targets(device, monkeypatch):
     weight.grad, weight.gradient_target = torch.ones_like(weight), targets[0]
     assert gradients(compiled)[1].data_ptr() != targets[0].data_ptr()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "block", "attention", "selective"])
+def test_compiled_blocks_that_recompute_fill_their_targets(checkpointing, monkeypatch):
+    """The gradients are those of eager blocks, which compute the same products."""
+    monkeypatch.setattr(ops, "on_gpu", lambda x: True)
+    monkeypatch.setattr(ops, "_wide_product", wide_product_on_a_cpu)
+    torch.compiler.reset()
+    config = ModelConfig(
+        d_model=16, d_ff=24, num_layers=2, num_heads=2, vocab_size=32, context_length=8
+    )
+    torch.manual_seed(0)
+    model = TransformerLM(config, device="cpu", checkpoint_blocks=checkpointing)
+    tokens = torch.randint(32, (2, 8))
+    parameters = list(model.parameters())
+
+    def gradients(run):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = run(tokens)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+        return torch.autograd.grad(loss, parameters)
+
+    expected = gradients(model)
+    targets = {}
+    for parameter in parameters:
+        if parameter.ndim == 2 and parameter is not model.embedding.weight:
+            targets[parameter] = parameter.gradient_target = torch.empty_like(parameter)
+    found = gradients(compiled(model, "blocks", backend="aot_eager"))
+    for parameter, gradient, other in zip(parameters, found, expected, strict=True):
+        assert torch.equal(gradient, other)
+        if parameter in targets:
+            assert gradient.data_ptr() == targets[parameter].data_ptr()
 
 
 def test_very_many_logits_are_computed_in_chunks(monkeypatch):
