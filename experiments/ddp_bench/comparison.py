@@ -22,6 +22,7 @@ from distlab.report import (
     ratio_metrics,
     row_named,
     verdict_of,
+    waiting,
     with_interval,
 )
 
@@ -121,13 +122,16 @@ def noise_in_headline(records: Records) -> str:
 
 
 def host_bound(records: Records) -> str:
-    """Return a warning if the GPU waits for the host in more than 10 % of `local`'s step."""
+    """Return a warning if the GPU waits for the host in more than 10 % of a row's step.
+
+    If `local` is such a row, all are, and the warning is about the run.
+    """
     local = local_row(records)
     idle = None if local is None else local.metrics.get("gpu_idle_pct")
     # A run on a CPU has no such number, and the host is the device there.
-    if not is_number(idle) or idle <= IDLE_PCT:
-        return ""
-    return f"; this run measures the host: the GPU is idle in {idle:.0f} % of local's step"
+    if is_number(idle) and idle > IDLE_PCT:
+        return f"; this run measures the host: the GPU is idle in {idle:.0f} % of local's step"
+    return waiting(records)
 
 
 headline = headline_from(

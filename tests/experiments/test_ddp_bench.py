@@ -522,7 +522,17 @@ def test_the_default_on_gpus_leaves_a_users_model_uncompiled():
     assert preset["compile"] == "blocks" and config.compile == "off"
 
 
-@pytest.mark.parametrize("idle_pct, said_so", [(9.0, False), (11.0, True)])
-def test_the_headline_says_when_the_host_is_measured(idle_pct, said_so):
-    record = Record("ddp_bench", "local", {}, {"gpu_idle_pct": idle_pct}, {}, None)
-    assert ("this run measures the host" in comparison.host_bound([record])) == said_so
+@pytest.mark.parametrize(
+    "of_local, of_fsdp2, said",
+    [
+        (9.0, 9.0, ""),
+        (11.0, 30.0, "; this run measures the host: the GPU is idle in 11 % of local's step"),
+        # One row alone, as FSDP2's in a model that other strategies keep the GPU busy with.
+        (2.0, 30.0, "; the GPU waits for the host: fsdp2 30 % of the step"),
+    ],
+)
+def test_the_headline_says_when_the_host_is_measured(of_local, of_fsdp2, said):
+    records = []
+    for name, idle_pct in [("local", of_local), ("fsdp2", of_fsdp2)]:
+        records.append(Record("ddp_bench", name, {}, {"gpu_idle_pct": idle_pct}, {}, None))
+    assert comparison.host_bound(records) == said
