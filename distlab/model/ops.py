@@ -316,9 +316,13 @@ def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
 # `_weight_gradient` as an operator of torch. The compiler does not look inside an operator, so what
 # `gradient_target` returns is decided in each step, and not once for all at compilation. It is not
 # made by `torch.library.custom_op`, which refuses a result in the storage of an argument: a
-# strategy may keep a weight and its bucket in one.
+# strategy may keep a weight and its bucket in one. The tag keeps it out of CUDA graphs, which would
+# always write to the place that it had when they were captured.
 _library = torch.library.Library("distlab", "FRAGMENT")
-_library.define("weight_gradient(Tensor weight, Tensor dy, Tensor x) -> Tensor")
+_library.define(
+    "weight_gradient(Tensor weight, Tensor dy, Tensor x) -> Tensor",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
 _library.impl("weight_gradient", _weight_gradient, "CompositeExplicitAutograd")
 
 

@@ -193,6 +193,11 @@ def test_compiled_code_writes_gradients_into_their_targets(device, monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+def test_no_cuda_graph_replays_the_choice_of_a_target():
+    """torch.compile(mode="reduce-overhead") captures what its operators may be captured with."""
+    assert torch.Tag.cudagraph_unsafe in torch.ops.distlab.weight_gradient.default.tags
+
+
 @pytest.mark.parametrize("checkpointing", ["none", "block", "attention", "selective"])
 def test_compiled_blocks_that_recompute_fill_their_targets(checkpointing, monkeypatch):
     """The gradients are those of eager blocks, which compute the same products."""
