@@ -5,7 +5,7 @@ import json
 import pytest
 
 from distlab.grade import Report, Row, grade
-from distlab.grade.hooks import chosen
+from distlab.grade.hooks import chosen, is_left_out
 from distlab.grade.page import page_view, records_of
 from launch.__main__ import main
 from launch.grade import GradeOptions, show
@@ -221,6 +221,14 @@ def test_only_what_the_submission_itself_leaves_out_is_not_handed_in(tmp_path):
     assert seen["powers of two: backward"] == "NotImplementedError"  # and no colon after it
     assert rows["the gradient of x by hand"] == "not handed in", report
     assert not report.is_right
+
+
+def test_generated_code_of_a_library_is_no_file_of_the_submission(tmp_path, monkeypatch):
+    """Its name, such as `<string>`, would be found in the folder in which a submission runs."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NotImplementedError) as raised:
+        exec("raise NotImplementedError")
+    assert not is_left_out(raised.value, tmp_path)
 
 
 STUBS = """
