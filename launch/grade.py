@@ -8,7 +8,7 @@ A submission is a folder with `tests/adapters.py`, or with a module of hook func
 names (`--adapters package.module`). Every part is optional. The functions run in child processes
 with limits on time and memory, in a copy of the folder. No code is printed and none is changed: the
 report says which invariants hold, and for each that is broken the input, what was expected and what
-was seen. Each submission also has a page. docs/start/course.md tells what is examined.
+was seen. Each submission also has a page. docs/learn/grade.md tells what is examined.
 
 Exit code 1 when something is broken.
 """
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from distlab.grade import Report, grade
-from distlab.grade.hooks import PART_NAMES
+from distlab.grade.hooks import PART_NAMES, chosen
 from distlab.grade.page import NAME, page_view, records_of
 from distlab.options import Options, config_from, option, parser_of
 from distlab.report import write
@@ -70,54 +70,67 @@ def main(arguments: Sequence[str]) -> int:
     backend = "gloo"
     if options.device == "cuda" and torch.cuda.device_count() > 1:
         backend = "nccl"
+    if options.json + options.markdown + options.csv > 1:
+        raise ValueError("give one of --json, --markdown and --csv")
+    if options.csv and options.time:
+        raise ValueError("--time has no column in --csv; give --json, --markdown or neither")
+    # A name of a part that does not exist concerns all submissions, so it is said at once.
+    parts = [part.name for part in chosen(options.only, options.year)]
     # Lines of progress would mix with a table for a program, or with those of another submission.
     is_quiet = options.json or options.markdown or options.csv or len(options.folders) > 1
     progress = Progress(is_quiet=is_quiet)
 
     def examine(folder: str) -> Report:
-        return grade(
-            folder,
-            only=options.only,
-            year=options.year,
-            adapters=options.adapters,
-            device=options.device,
-            backend=backend,
-            seconds=options.seconds,
-            is_timed=options.time,
-            progress=progress,
-        )
+        try:
+            return grade(
+                folder,
+                only=options.only,
+                year=options.year,
+                adapters=options.adapters,
+                device=options.device,
+                backend=backend,
+                seconds=options.seconds,
+                is_timed=options.time,
+                progress=progress,
+            )
+        except (OSError, ValueError) as error:
+            if len(options.folders) == 1:
+                raise
+            # One folder that cannot be examined does not cost the others their reports.
+            return Report(folder, failure=str(error))
 
+    table = csv.DictWriter(sys.stdout, ["folder", "seconds", *parts, "broken"])
+    if options.csv:
+        table.writeheader()
+    are_right = []
     # Threads are enough: submissions run in child processes, and the threads wait for them.
     with ThreadPoolExecutor(options.jobs) as pool:
-        reports = list(pool.map(examine, options.folders))
-    progress.close()
-    show(reports, options)
-    return 0 if all(report.is_right for report in reports) else 1
+        # Each report is printed as soon as those before it are, so that what ends the command
+        # later does not take it away.
+        for report in pool.map(examine, options.folders):
+            progress.close()
+            show(report, options, table)
+            are_right.append(report.is_right)
+    return 0 if all(are_right) else 1
 
 
-def show(reports: Sequence[Report], options: GradeOptions) -> None:
-    """Print reports in the form that was asked for. Without such a form, write a page for each."""
+def show(report: Report, options: GradeOptions, table: csv.DictWriter) -> None:
+    """Print a report in the form that was asked for. Without such a form, write a page."""
+    # A message of the submission's may hold what a terminal would obey, or cannot print.
     if options.csv:
-        rows = [report.csv_row() for report in reports]
-        # Reports may have different columns, and a CSV has one header.
-        titles = list(dict.fromkeys(title for row in rows for title in row))
-        writer = csv.DictWriter(sys.stdout, titles)
-        writer.writeheader()
-        writer.writerows(rows)
+        row = {title: for_terminal(str(value)) for title, value in report.csv_row().items()}
+        table.writerow(row)
+        sys.stdout.flush()
         return
     if options.json:
-        for report in reports:
-            print(json.dumps(report.to_dict()))
+        print(json.dumps(report.to_dict()), flush=True)
         return
     if options.markdown:
-        for report in reports:
-            print(report.markdown())
+        print(f"{for_terminal(report.markdown())}\n", flush=True)
         return
-    for report in reports:
-        # A message of the submission's may hold what a terminal would obey.
-        print(f"{for_terminal(str(report))}\n")
-        records = records_of(report, options.device)
-        with new_folder(options.out, NAME) as folder:
-            page = write(page_view(report), records, folder)
-        print(f"report: {page}")
+    print(f"{for_terminal(str(report))}\n")
+    records = records_of(report, options.device)
+    with new_folder(options.out, NAME) as folder:
+        page = write(page_view(report), records, folder)
     refresh_index(options.out)
+    print(f"report: {page}", flush=True)

@@ -14,7 +14,7 @@ Tables and a picture are in a page. docs/learn/your_memory.md explains them.
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from distlab.options import Options, config_from, option, parser_of
@@ -22,7 +22,7 @@ from distlab.report import write
 from distlab.runs import new_folder
 from distlab.snapshot import explain, read_snapshot
 from distlab.snapshot.page import NAME, page_view, records_of
-from distlab.snapshot.report import difference
+from distlab.snapshot.report import changes, difference
 from distlab.text import for_terminal
 from launch.runs import refresh_index
 
@@ -48,14 +48,19 @@ def main(arguments: Sequence[str]) -> int:
     if not options.snapshot:
         raise ValueError("give a file of torch.cuda.memory._dump_snapshot")
     found = explain(read_snapshot(options.snapshot))
+    earlier = None
+    if options.against is not None:
+        earlier = explain(read_snapshot(options.against))
     if options.json:
-        print(json.dumps(found.to_dict()))
+        answer = found.to_dict()
+        if earlier is not None:
+            answer["changes"] = [asdict(change) for change in changes(earlier, found)]
+        print(json.dumps(answer))
         return 0
     print(f"{found}\n")
-    if options.against is not None:
-        changes = difference(explain(read_snapshot(options.against)), found)
+    if earlier is not None:
         # Names in a snapshot are anyone's, and may hold what a terminal would obey.
-        print(f"{for_terminal(changes)}\n")
+        print(f"{for_terminal(difference(earlier, found))}\n")
     records = records_of(found, for_terminal(Path(options.snapshot).name))
     with new_folder(options.out, NAME) as folder:
         page = write(page_view(found), records, folder)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from distlab.grade.child import KEPT
 from distlab.grade.hooks import PARTS, Part, function_of, load
 
 FOLDER = "DISTLAB_SUBMISSION"
@@ -57,7 +58,8 @@ def timed(folder: Path, adapters: str, parts: list[str]) -> str:
     command = [sys.executable, "-m", "launch", "run", "ddp_bench", "--quick", "--backend", "gloo"]
     command += ["--strategies", "local", "naive", "overlap", "bucketed", "torch-ddp", "--wrap"]
     command += [f"distlab.grade.as_wrapper:{part.replace('-', '_')}" for part in parts]
-    environment = {**os.environ, FOLDER: str(folder), ADAPTERS_OF: adapters}
+    environment = {name: os.environ[name] for name in KEPT if name in os.environ}
+    environment |= {FOLDER: str(folder), ADAPTERS_OF: adapters}
     # The benchmark runs in another folder, and must find the lab and what the submission imports.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     try:
@@ -75,5 +77,9 @@ def timed(folder: Path, adapters: str, parts: list[str]) -> str:
     if done.returncode not in (0, 1) or not done.stdout.strip():
         lines = done.stderr.strip().splitlines() or ["no output"]
         return f"not timed: {lines[-1]}"
-    lines = [line for line in done.stdout.splitlines() if not line.startswith("report:")]
+    lines = []
+    for line in done.stdout.splitlines():
+        # The benchmark's page is in the copy of the submission, which is removed.
+        if not line.startswith("report:") and not line.endswith("in the page"):
+            lines.append(line)
     return "\n".join(lines).strip()

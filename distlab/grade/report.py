@@ -5,6 +5,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from distlab.text import for_markdown
+
 HOLDS, BROKEN, REFUSED = "holds", "BROKEN", "refuses"
 NOT_HANDED_IN, NOT_EXAMINED = "not handed in", "not examined"
 WIDTH = 100  # columns of a terminal
@@ -129,19 +131,24 @@ class Report:
             "seconds": round(self.seconds, 1),
             "counts": dict(self.counts()),
             "rows": [asdict(row) for row in self.rows],
+            "timing": self.timing,
         }
 
     def markdown(self) -> str:
         """Return the report for a comment on a pull request."""
+        # The name tells reports apart that are printed one after the other.
+        title = f"**{for_markdown(self.folder)}: {for_markdown(self.summary())}**"
         if self.failure:
-            return f"**{self.failure}**"
-        lines = [f"**{self.summary()}**", ""]
+            return title
+        lines = [title, ""]
         lines += ["| part | invariant | | input | expected | seen |", "|---|---|---|---|---|---|"]
         for row in self.rows:
             if row.status == NOT_HANDED_IN:
                 continue
             cells = [row.part, row.invariant, row.status, row.input, row.expected, row.seen]
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            lines.append("| " + " | ".join(for_markdown(cell) for cell in cells) + " |")
+        if self.timing:
+            lines += ["", "```", self.timing, "```"]
         return "\n".join(lines)
 
     def csv_row(self) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from distlab.kernel_check.operations import Operation, operation_of
 
 MOST_KINDS = 6  # mistakes whose input is reduced and shown
 MOST_REDUCTIONS = 80  # cases that are tried to make one input smaller
+# What Triton says of tensors on a CPU: without a GPU, and with one.
+NEEDS_INTERPRETER = ("0 active drivers", "cannot be accessed from Triton (cpu tensor?)")
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,7 @@ def check_kernel(
 
     Raises:
         ValueError: an unknown operation.
+        RuntimeError: a Triton kernel on a CPU, without Triton's interpreter.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -251,6 +254,13 @@ def examine(
             return
         begin(number, case)
         outcome = judge(function, operation, case, device)
+        is_on_cpu = device.type == "cpu"
+        if is_on_cpu and any(said in outcome.detail for said in NEEDS_INTERPRETER):
+            # An error of the machine, for which the kernel is not to blame.
+            raise RuntimeError(
+                "Triton cannot run on a CPU, and its interpreter is off: set TRITON_INTERPRET=1 "
+                "before triton is imported, for example `TRITON_INTERPRET=1 pytest`"
+            )
         if outcome.status == "refused" and number == 0:
             # A kernel may refuse much, but not the input that every test has.
             outcome = replace(outcome, status="wrong")

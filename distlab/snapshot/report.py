@@ -255,48 +255,100 @@ def _plain(device: DeviceExplanation) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Change:
+    """How much memory one thing holds in two snapshots of a program, at their peaks.
+
+    Attributes:
+        device: number of the device.
+        of: `peak`, `purpose` or `line`.
+        name: what holds it.
+        before_bytes, after_bytes: bytes in the earlier and in the later snapshot.
+    """
+
+    device: int
+    of: str
+    name: str
+    before_bytes: int
+    after_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes more than before."""
+        return self.after_bytes - self.before_bytes
+
+
+def changes(before: Explanation, after: Explanation) -> list[Change]:
+    """Return what changed between two snapshots of one program.
+
+    For each device these are its peaks, its purposes, and the lines that hold another number of
+    bytes, the largest changes first. A device that one snapshot lacks held 0 bytes there.
+    """
+    earlier = {device.device: device for device in before.devices}
+    later = {device.device: device for device in after.devices}
+    found = []
+    for number in sorted(earlier.keys() | later.keys()):
+        found += _changes(number, earlier.get(number), later.get(number))
+    return found
+
+
+def _changes(
+    number: int, before: DeviceExplanation | None, after: DeviceExplanation | None
+) -> list[Change]:
+    """Return the changes of one device, where None is a device without memory."""
+    both = (before, after)
+    peaks = [device.peak_bytes if device else 0 for device in both]
+    reserved = [device.reserved_bytes if device else 0 for device in both]
+    rows = [
+        Change(number, "peak", "peak, allocated", *peaks),
+        Change(number, "peak", "peak, reserved", *reserved),
+    ]
+    for purpose in PURPOSES:
+        sizes = [device.purposes[purpose] if device else 0 for device in both]
+        if any(sizes):
+            rows.append(Change(number, "purpose", purpose, *sizes))
+    sites = []
+    for device in both:
+        rows_of_sites = device.sites if device else []
+        sites.append({(site, purpose): size for site, purpose, size, _ in rows_of_sites})
+    lines = []
+    for key in sites[0].keys() | sites[1].keys():
+        site, _ = key
+        line = Change(number, "line", site, sites[0].get(key, 0), sites[1].get(key, 0))
+        if line.bytes:
+            lines.append(line)
+    lines.sort(key=lambda line: (-abs(line.bytes), line.name))
+    return rows + lines
+
+
 def difference(before: Explanation, after: Explanation) -> str:
     """Return what changed between two snapshots of one program, as a table for each device."""
-    earlier = {device.device: device for device in before.devices}
-    parts = []
-    for device in after.devices:
-        if device.device not in earlier:
-            parts.append(f"device {device.device}: only in the new snapshot")
-            continue
-        parts.append(_difference(earlier[device.device], device))
-    return "\n\n".join(parts)
+    found = changes(before, after)
+    tables = []
+    for number in dict.fromkeys(change.device for change in found):
+        rows = [change for change in found if change.device == number]
+        shown = [change for change in rows if change.of != "line"]
+        # Less than half of the last digit that is shown would be a row without a change.
+        lines = [row for row in rows if row.of == "line" and abs(row.bytes) >= MIB / 20]
+        shown += lines[:LINES]
+        tables.append(
+            tabulate(
+                [_row(change) for change in shown],
+                (f"device {number}: at the peak", "MiB before", "MiB after", "change"),
+                disable_numparse=True,
+                colalign=("left", "right", "right", "right"),
+            )
+        )
+    return "\n\n".join(tables)
 
 
-def _difference(before: DeviceExplanation, after: DeviceExplanation) -> str:
-    """Return the changes of one device, the largest first."""
-    rows = [_change("peak, allocated", before.peak_bytes, after.peak_bytes)]
-    rows.append(_change("peak, reserved", before.reserved_bytes, after.reserved_bytes))
-    for purpose in PURPOSES:
-        if before.purposes[purpose] or after.purposes[purpose]:
-            rows.append(_change(purpose, before.purposes[purpose], after.purposes[purpose]))
-    lines = []
-    old = {(site, purpose): size for site, purpose, size, _ in before.sites}
-    new = {(site, purpose): size for site, purpose, size, _ in after.sites}
-    for key in old.keys() | new.keys():
-        site, _ = key
-        lines.append(_change(site[-SITE_WIDTH:], old.get(key, 0), new.get(key, 0)))
-    lines = [line for line in lines if line[3] != "+0.0"]
-    lines.sort(key=lambda line: -abs(float(line[3].replace(",", ""))))
-    titles = (f"device {after.device}: at the peak", "MiB before", "MiB after", "change")
-    return tabulate(
-        rows + lines[:LINES],
-        titles,
-        disable_numparse=True,
-        colalign=("left", "right", "right", "right"),
-    )
-
-
-def _change(name: str, before: int, after: int) -> tuple[str, str, str, str]:
+def _row(change: Change) -> tuple[str, str, str, str]:
+    """Return a row of the table. The end of a long path tells more than its beginning."""
     return (
-        name,
-        f"{before / MIB:,.1f}",
-        f"{after / MIB:,.1f}",
-        f"{(after - before) / MIB:+,.1f}",
+        change.name[-SITE_WIDTH:],
+        f"{change.before_bytes / MIB:,.1f}",
+        f"{change.after_bytes / MIB:,.1f}",
+        f"{change.bytes / MIB:+,.1f}",
     )
 
 

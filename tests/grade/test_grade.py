@@ -1,14 +1,21 @@
 """The command `distlab grade`, and its report."""
 
+import csv
+import io
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
 from distlab.grade import Report, Row, grade
+from distlab.grade.as_wrapper import timed
 from distlab.grade.hooks import chosen, is_left_out
 from distlab.grade.page import page_view, records_of
+from distlab.text import for_markdown
 from launch.__main__ import main
 from launch.grade import GradeOptions, show
+from launch.grade import main as grade_command
 
 DOES_NOTHING = """
 import torch.distributed as dist
@@ -63,6 +70,114 @@ def test_a_mistake_in_the_command_is_one_line(arguments, said, capsys, monkeypat
     monkeypatch.chdir(tmp_path)
     assert main(["grade", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--json", "--csv"], "give one of --json, --markdown and --csv"),
+        (["--csv", "--time"], "--time has no column in --csv"),
+        (["--only", "fdsp"], "--only fdsp: allowed are"),
+    ],
+)
+def test_a_mistake_that_concerns_every_submission_is_said_at_once(
+    arguments, said, capsys, tmp_path
+):
+    folders = [str(tmp_path), str(tmp_path / "other")]
+    assert main(["grade", *folders, *arguments]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and printed.out == ""
+
+
+RMSNORM = """
+import torch
+
+
+class Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, g, eps=1e-5):
+        ctx.save_for_backward(x, g)
+        ctx.eps = eps
+        r = (x.float().pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+        return (x.float() * r * g.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        x, g = ctx.saved_tensors
+        wide = x.float()
+        r = (wide.pow(2).mean(-1, keepdim=True) + ctx.eps).rsqrt()
+        u = upstream.float() * g.float()
+        dx = r * u - wide * r**3 * (u * wide).mean(-1, keepdim=True)
+        dg = (upstream.float() * wide * r).flatten(0, -2).sum(0)
+        return dx.to(x.dtype), dg.to(g.dtype), None
+
+
+def get_rmsnorm_autograd_function_pytorch():
+    return Norm
+"""
+
+
+@pytest.mark.parametrize("form", ["--csv", "--json", "--markdown"])
+def test_a_folder_that_cannot_be_examined_costs_no_other_its_report(form, capsys, tmp_path):
+    """A class's folder also holds a list of names, and a submission that forgot its adapters."""
+    (tmp_path / "right").mkdir()
+    right = submission(tmp_path / "right", RMSNORM)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "names.txt").write_text("")
+    folders = [str(tmp_path / name) for name in ("empty", "names.txt")] + [str(right)]
+    assert main(["grade", *folders, "--only", "rmsnorm-pytorch", form]) == 1
+    out = capsys.readouterr().out
+    for said in ("has no tests/adapters.py", "is not a folder"):
+        assert said in out
+    if form == "--csv":
+        rows = list(csv.DictReader(io.StringIO(out)))
+        assert [row["folder"] for row in rows] == folders
+        assert rows[2]["broken"] == "" and "/" in rows[2]["rmsnorm-pytorch"]
+    elif form == "--json":
+        reports = [json.loads(line) for line in out.splitlines()]
+        assert [report["is_right"] for report in reports] == [False, False, True]
+    else:
+        assert [for_markdown(folder) in out for folder in folders] == [True] * 3
+
+
+def test_what_ends_the_command_later_takes_no_report_away(capsys, monkeypatch):
+    def interrupted(folder, **options):
+        if folder == "second":
+            raise KeyboardInterrupt
+        return Report(folder, [Row("ddp", "gradients are the mean", "holds")])
+
+    monkeypatch.setattr("launch.grade.grade", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        grade_command(["first", "second", "--json"])
+    assert json.loads(capsys.readouterr().out)["folder"] == "first"
+
+
+@pytest.mark.parametrize("form", ["csv", "markdown"])
+def test_every_form_can_be_printed_whatever_a_submission_says(form, capsys):
+    said = "\x1b[31m\ud800\nnext"
+    report = Report("mine", [Row("ddp", "it trains", "BROKEN", seen=said)], failure="")
+    failed = Report("other", failure=f"it raises {said}")
+    titles = ["folder", "seconds", "ddp", "broken"]
+    for each in (report, failed):
+        show(each, GradeOptions(**{form: True}), csv.DictWriter(sys.stdout, titles))
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and r"\x1b[31m\ud800" in out.replace("\\\\", "\\")
+
+
+@pytest.mark.commands
+def test_wrappers_are_timed_without_the_keys_of_the_shell(tmp_path, monkeypatch):
+    source = (Path(__file__).parent / "submissions" / "closures.py").read_text()
+    source += "\nimport os\nassert 'MY_KEY' not in os.environ\n"
+    monkeypatch.setenv("MY_KEY", "secret")
+    table = timed(submission(tmp_path, source), "", ["ddp"])
+    assert "distlab.grade.as_wrapper:ddp " in table and "failed" not in table, table
+    assert "in the page" not in table
+
+
+def test_times_are_part_of_every_form_that_has_them():
+    report = Report("mine", [Row("ddp", "it trains", "holds")], timing="a table of times")
+    assert report.to_dict()["timing"] == "a table of times"
+    assert "a table of times" in report.markdown() and "a table of times" in str(report)
 
 
 def test_parts_are_chosen_by_the_beginning_of_their_name():
@@ -125,7 +240,7 @@ def test_a_page_shows_what_the_submission_says_and_obeys_nothing(tmp_path, capsy
 def test_forms_for_programs_write_no_page(options, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     report = Report("mine", [Row("ddp", "gradients are the mean", "holds")])
-    show([report], options)
+    show(report, options, csv.DictWriter(sys.stdout, ["folder", "seconds", "ddp", "broken"]))
     assert "report:" not in capsys.readouterr().out
     assert not (tmp_path / "outputs").exists()
 
@@ -327,7 +442,7 @@ def test_a_module_that_cannot_be_imported_is_one_sentence_in_every_form(
     sentence = f"tests/adapters.py cannot be imported: {said}"
     assert report.failure == sentence and report.rows == [] and not report.is_right
     assert str(report) == f"{folder}: {sentence}"
-    assert report.markdown() == f"**{sentence}**"
+    assert report.markdown() == f"**{for_markdown(str(folder))}: {for_markdown(sentence)}**"
     assert report.to_dict()["failure"] == sentence and report.to_dict()["rows"] == []
     assert report.csv_row() == {
         "folder": str(folder),
@@ -335,7 +450,7 @@ def test_a_module_that_cannot_be_imported_is_one_sentence_in_every_form(
         "broken": sentence,
     }
     out = tmp_path / "outputs"
-    show([report], GradeOptions(out=str(out)))
+    show(report, GradeOptions(out=str(out)), csv.DictWriter(sys.stdout, []))
     assert sentence in capsys.readouterr().out
     (page,) = out.glob("grade/*/report.html")
     assert page.read_text().count(said.split("'")[0]) >= 1

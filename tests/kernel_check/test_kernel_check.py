@@ -138,6 +138,23 @@ def test_a_kernel_may_refuse_what_it_does_not_support():
     assert "ValueError: x must be contiguous" in report.refusals
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "0 active drivers ([]). There should only be one.",
+        "Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)",
+    ],
+)
+def test_a_kernel_is_not_accused_of_what_the_machine_lacks(said):
+    """In a process without Triton's interpreter, no Triton kernel runs on a CPU."""
+
+    def softmax(x):
+        raise RuntimeError(said)
+
+    with pytest.raises(RuntimeError, match="set TRITON_INTERPRET=1 before triton is imported"):
+        check_kernel(softmax, "softmax", backward=False, device="cpu")
+
+
 def test_a_kernel_may_not_refuse_the_plain_input():
     report = check_kernel(hostile_kernels.raises, "rms_norm", count=0, device="cpu", seconds=5)
     assert not report.is_right and list(report.findings) == ["raises"]

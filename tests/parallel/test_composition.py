@@ -27,6 +27,9 @@ CONFIG = ModelConfig(
 )
 
 
+WHOLE = "compiled-wrapper"
+
+
 def _plain(model):
     return model
 
@@ -51,6 +54,7 @@ TRANSFORMS: dict[str, Callable[[TransformerLM], nn.Module]] = {
     "compiled": _compiled,
     "compiled-blocks": _compiled_blocks,
     "checkpointed": _checkpointed,
+    WHOLE: _plain,  # the wrapper is compiled instead
 }
 
 
@@ -80,9 +84,10 @@ def test_strategies_with_transformed_models(context, transform):
 
     def compare(context, strategy):
         wrapper = WITH_FSDP[strategy](build(), process_group=context.group)
+        called = _compiled(wrapper) if transform == WHOLE else wrapper
         for number in range(3):
             with wrapper.no_sync() if number < 2 else nullcontext():
-                backward(wrapper, context.rank, number)
+                backward(called, context.rank, number)
         wrapper.finish_gradient_synchronization()
         sharded = isinstance(wrapper, FSDP)
         found = (
@@ -94,5 +99,5 @@ def test_strategies_with_transformed_models(context, transform):
             mine = found[name] if sharded else found[name].grad
             torch.testing.assert_close(mine, parameter.grad, rtol=1e-5, atol=1e-6)
 
-    wrapped = WITH_FSDP if transform in ("plain", "checkpointed", "compiled-blocks") else AVERAGING
+    wrapped = {"compiled": AVERAGING, WHOLE: ("naive", "bucketed")}.get(transform, WITH_FSDP)
     every_row(context, compare, [(strategy,) for strategy in wrapped])

@@ -187,6 +187,17 @@ def test_json_has_everything_and_writes_nothing(tmp_path, capsys, monkeypatch):
     Path("snapshot.pickle").write_bytes(pickle.dumps(content))
     assert main(["memory", "snapshot.pickle", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["devices"][0]["growth"][0]["times"] == 6
+    # A second snapshot is compared in this form as well. One device is only in the one, one only in
+    # the other.
+    earlier = {"segments": [], "device_traces": [[], training(3)]}
+    Path("earlier.pickle").write_bytes(pickle.dumps(earlier))
+    assert main(["memory", "snapshot.pickle", "--against", "earlier.pickle", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    peaks = [change for change in found["changes"] if change["name"] == "peak, allocated"]
+    assert [change["device"] for change in peaks] == [0, 1]
+    assert peaks[0]["before_bytes"] == 0 < peaks[0]["after_bytes"]
+    assert peaks[1]["before_bytes"] > 0 == peaks[1]["after_bytes"]
+    assert main(["memory", "snapshot.pickle", "--against", "no.pickle", "--json"]) == 2
     assert not Path("outputs").exists()
 
 

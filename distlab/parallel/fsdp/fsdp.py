@@ -26,7 +26,7 @@ Zhao et al. 2023 (PyTorch FSDP) describe the flat layout and these steps. Rajbha
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -445,6 +445,14 @@ class FSDP(checks.StaysAsWrapped, ParallelModel):
         The next pass of each kind is compared between ranks again.
         """
         self._runtime.forget_orders()
+
+    def __getstate__(self) -> NoReturn:
+        """Raise TypeError, because the wrapper is being copied or pickled."""
+        raise TypeError(
+            "FSDP cannot be copied or pickled, nor can its `.module`, which holds this rank's "
+            "shards: take full_state_dict() on every rank, or close() the wrapper and copy its "
+            "`.module`"
+        )
 
     def close(self, *, restore: bool = True) -> None:
         """Detach every hook, and give the module full parameters again, in the masters' dtype.
