@@ -50,6 +50,8 @@ ALIKE = (
 SLOWER, FASTER, TIE, UNSURE = "worse", "better", "tie", "noise unknown"
 # Rows have moved together if at least 3 rows differ by more than 3 %, all in one direction.
 MOVED_ROWS, MOVED_PCT = 3, 3.0
+# Options that decide how exactly a row is known, and not what is measured.
+OBSERVED_OFTEN = ("rounds", "profile_steps", "check_steps")
 MOST_NAMED = 6  # rows of one verdict that sentences name; the table has all of them
 MOST_COLUMNS = 4  # runs that have a column each; of more runs, only the first and the last
 
@@ -208,7 +210,8 @@ def differences(runs: Sequence[SavedRun]) -> list[str]:
 def other_set_up(old: SavedRun, new: SavedRun) -> list[str]:
     """List why results of two runs cannot be compared: another machine, or rows of other options.
 
-    An option with a list of values says which rows there are. It changes no row, so it is left out.
+    Two kinds of options change no row, and are left out: one with a list of values, which says
+    which rows there are, and one that says how often something is observed.
     """
     found = []
     # A machine is a kind of device and the number of them.
@@ -223,7 +226,7 @@ def other_set_up(old: SavedRun, new: SavedRun) -> list[str]:
         for name, value in before.config.items():
             # An option that one of the runs lacks came or went with a version of the code.
             is_same = name not in now or plain(now[name]) == plain(value)
-            if not is_same and not isinstance(value, list):
+            if not is_same and not isinstance(value, list) and name not in OBSERVED_OFTEN:
                 differing[name] = f"option {name}: {shown(value)} → {shown(now[name])}"
     return [*found, *differing.values()]
 

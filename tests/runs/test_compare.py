@@ -293,6 +293,10 @@ def test_another_set_up_is_another_machine_or_rows_of_other_options():
     more = record("a", 1.0, config={"bucket": 25, "rows": ["a", "b"], "later": 2})
     assert other_set_up(unsaved(row), unsaved(more, record("b", 1.0))) == []
     other = record("a", 1.0, config={"bucket": 100}, machine=MACHINE | {"device_name": "H100"})
+    # More traces and more rounds measure the same thing.
+    often = record("a", 1.0, config={"profile_steps": 1, "rounds": 2})
+    more_often = record("a", 1.0, config={"profile_steps": 3, "rounds": 3})
+    assert other_set_up(unsaved(often), unsaved(more_often)) == []
     assert other_set_up(unsaved(row, record("b", 1.0)), unsaved(other, record("b", 1.0))) == [
         "NVIDIA H200, 2 on the host → H100, 2 on the host",
         "option bucket: 25 → 100",
