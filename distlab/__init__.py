@@ -123,7 +123,7 @@ def run(experiment: str, **options: object) -> Rows:
 
     Args:
         options: options of the command line, with `_` for `-`. A list stands for several values,
-            True for an option without a value.
+            True for an option without a value, and False for none of it.
 
     Raises:
         RuntimeError: the run failed, or a row is wrong. The message is that of the command.
@@ -138,6 +138,8 @@ def run(experiment: str, **options: object) -> Rows:
 
     words = [sys.executable, str(COMMAND), "run", experiment, "--json"]
     for name, value in options.items():
+        if value is False:
+            continue
         words.append(f"--{name.replace('_', '-')}")
         # A list becomes several words after the option, and True becomes none.
         words += map(

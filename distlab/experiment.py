@@ -48,8 +48,8 @@ from distlab.options import (
     shown,
 )
 from distlab.report import Column, commit, environment
-from distlab.report.record import Metrics, Record, Records, plain, read_json
-from distlab.report.terminal import say, say_table
+from distlab.report.record import Metrics, Record, Records, json_line, plain, read_json
+from distlab.report.terminal import say, say_table, stdout_is_file
 from distlab.report.view import View, headline_from, write
 from distlab.runs import ROWS, Header, Run, check_names, make_folder, open_run
 from distlab.text import for_terminal
@@ -218,8 +218,9 @@ class Experiment(Generic[C]):
         frame.add_argument("-h", "--help", action=_Help, nargs="?", short_help=self.short_help)
         # Forms for a device are chosen by the device, so they cannot be asked for.
         presets = [name for name in self.presets if name.rpartition("-")[2] not in ("gpu", "cpu")]
+        one_of = frame.add_mutually_exclusive_group()
         if "quick" in presets:
-            frame.add_argument(
+            one_of.add_argument(
                 "--quick",
                 dest="preset",
                 action="store_const",
@@ -227,7 +228,7 @@ class Experiment(Generic[C]):
                 help="run a small form",
             )
         if presets:
-            frame.add_argument("--preset", choices=presets, help="options chosen for a purpose")
+            one_of.add_argument("--preset", choices=presets, help="options chosen for a purpose")
         if self.ranks != "none":
             add_options(frame, DeviceOptions if self.ranks == "one" else RankOptions)
         # The frame's options come last, because they matter least for what is measured.
@@ -354,8 +355,11 @@ class Experiment(Generic[C]):
                     f"this run is complete, since {since} ({folder}). --fresh measures it again, "
                     "another --name begins a new one"
                 )
-                # A complete run is not measured again, but its result decides the exit code as
-                # before.
+                # A complete run is not measured again. But its result decides the exit code, and is
+                # printed for programs, as before.
+                if context.is_main and (frame.json or stdout_is_file()):
+                    view = self.views()[run.header.experiment]
+                    print(json_line(view.name, view.derived(run.records), folder), flush=True)
                 return self._exit_code(run, run.records)
             run.progress, run.notice = progress, progress.keep
             run.show = partial(self.show, run, progress, json_only=frame.json)

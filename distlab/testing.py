@@ -154,10 +154,11 @@ def run_ranks(
 
     Raises:
         ValueError: `world_size` below one.
-        TypeError: `fn` or an argument cannot be pickled, or imported by another process.
+        TypeError: `fn` or an argument cannot be pickled, or `fn` is of a notebook or a prompt.
         RuntimeError: called while a script is imported, so that the rank processes cannot be
             started.
-        RanksFailed: a rank raised, died, outlasted the deadline or took more memory than it may.
+        RanksFailed: a rank raised, could not import `fn`, died, outlasted the deadline or took more
+            memory than it may.
         KeyboardInterrupt: the caller was interrupted; the ranks are ended.
     """
     __tracebackhide__ = True  # pytest then shows the line of the test that called this function

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from distlab.experiment import (
 )
 from distlab.measure import allocated_bytes, parameters_of, peak_memory, tensor_bytes
 from distlab.parallel import STRATEGIES as KNOWN
+from distlab.parallel import check_buckets
 from distlab.report import gib_column, prediction_error, stacked_bars
 from distlab.theory.memory.peak import Breakdown
 from experiments._own_model import own_facts, peaks
@@ -59,6 +61,12 @@ class MemoryConfig(OwnModel, BenchOptions):
     )
     strategies: tuple[str, ...] = option(STRATEGIES, "strategies to measure", choices=tuple(KNOWN))
     bucket_size_mb: float = option(25.0, "MiB per bucket", above=0)
+
+    @classmethod
+    def check_given(cls, given: dict[str, Any]) -> None:
+        """Raise ValueError for a size of buckets without a strategy that has buckets."""
+        super().check_given(given)
+        check_buckets(given, given.get("strategies", cls.strategies))
 
 
 def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:

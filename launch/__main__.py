@@ -267,8 +267,9 @@ def show(arguments: Arguments) -> int:
         help="run, as `distlab runs` names it, or a file of records/",
     )
     parser.add_argument("--out", default="outputs", help="folder of all results [%(default)s]")
-    parser.add_argument("--json", action="store_true", help="print only the line of JSON")
-    parser.add_argument(
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print only the line of JSON")
+    form.add_argument(
         "--table", choices=("text", "markdown"), help="print only the table, in this form"
     )
     args = parser.parse_args(arguments)

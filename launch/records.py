@@ -78,10 +78,18 @@ class Case:
         return f"{self.experiment}/{self.run}"
 
     def commit(self, folder: Path) -> str | None:
-        """Return the commit that the record was measured at. None if there is no record."""
-        # The records of a file are of one run, so the first one's commit is that of all.
+        """Return the commit that the record was measured at.
+
+        None if there is no record, or none that can be read. It is measured again then.
+        """
         path = file_of(self.record, folder)
-        return read_json(path)[0].commit if path.exists() else None
+        if not path.exists():
+            return None
+        try:
+            # The records of a file are of one run, so the first one's commit is that of all.
+            return read_json(path)[0].commit
+        except ValueError:
+            return None
 
     def command(self, commit: str) -> list[str]:
         """Return the command that measures it."""

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import math
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -51,6 +52,8 @@ def runs(arguments: Sequence[str]) -> int:
         raise ValueError(
             f"--out {out} is not a folder: give one that holds results, or leave it out for outputs"
         )
+    if not re.fullmatch(r"(\d{4}(-\d{2}(-\d{2})?)?)?", args.since):
+        raise ValueError(f"--since {args.since}: give a date such as 2026-11 or 2026-11-22")
     known = listed(files_of([ROOT / "records"] if args.records else [out]), defaults_of, result_for)
     words = [word.lower() for word in args.words]
     rows = [
@@ -63,6 +66,10 @@ def runs(arguments: Sequence[str]) -> int:
     ]
     if not rows:
         such = f" with {' '.join(args.words)}" if args.words else ""
+        such += f" since {args.since}" if args.since else ""
+        if args.records:
+            print(f"no committed records{such}")
+            return 0
         print(
             f"no runs{such} under {out}/; `distlab run NAME` makes one, and `distlab list` shows "
             "the names"

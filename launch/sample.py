@@ -49,6 +49,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def sample(context: RankContext, args: SampleOptions) -> int:
+    if args.export is not None and args.prompt is not None:
+        raise ValueError("--export writes the model and draws nothing: leave --prompt out")
     stored = newest_usable(Path(args.run) / "checkpoints")
     model = load_model(stored, context)
     if args.export is not None:

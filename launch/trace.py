@@ -25,6 +25,8 @@ from distlab.trace.page import against, changed_causes, page_view, records_of
 from launch.kernel import Progress
 from launch.runs import refresh_index
 
+OF_A_RUN = ("records.json", "run.json")  # what else is JSON in the folder of a run
+
 
 @dataclass(frozen=True)
 class TraceOptions(Options):
@@ -61,17 +63,20 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError("--window: give its begin and its end in ms, such as --window 1200 1450")
     progress = Progress(is_quiet=options.json)
 
+    # Both are looked up before the first is read, which takes minutes for large traces.
+    new_files, old_files = files_of(options.files), files_of(options.against)
+
     def explained(files: Sequence[str]) -> Explanation:
         return explain_traces(
-            files_of(files),
+            files,
             window=options.window or None,
             communication=[options.communication] if options.communication else [],
             progress=progress,
         )
 
     try:
-        new = explained(options.files)
-        old = explained(options.against) if options.against else None
+        new = explained(new_files)
+        old = explained(old_files) if old_files else None
     # An error must not be appended to a line of progress.
     finally:
         progress.close()
@@ -98,10 +103,12 @@ def files_of(paths: Sequence[str]) -> list[str]:
     """Return the traces that are named: files, and for a folder all traces in it by name.
 
     Raises:
-        ValueError: a folder has no trace.
+        ValueError: a folder has no trace, or there is no such file.
     """
     found = []
     for path in paths:
+        if not Path(path).exists():
+            raise ValueError(f"{path}: no such file")
         if not Path(path).is_dir():
             found.append(path)
             continue
@@ -113,8 +120,8 @@ def files_of(paths: Sequence[str]) -> list[str]:
 
 
 def is_trace(file: Path) -> bool:
-    """Return whether a file has the name of a trace."""
-    return file.name.endswith((".json", ".json.gz"))
+    """Return whether a file has the name of a trace. A run's folder has other files as well."""
+    return file.name.endswith((".json", ".json.gz")) and file.name not in OF_A_RUN
 
 
 def to_dict(new: Explanation, old: Explanation | None) -> dict:

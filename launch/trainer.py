@@ -141,9 +141,6 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
             progress(
                 f"done: {outcome.last_step} steps; checkpoints, metrics and loss.png in {folder}"
             )
-            # A terminal shows the lines above. A program that reads stdout gets one line of JSON.
-            if stdout_is_file():
-                print(json_line(NAME, [record], folder), flush=True)
 
     # With --fresh an older run of this name is moved away here. Otherwise `run.train` continues it.
     with run_folder(context, args.out, NAME, name, fresh=args.fresh) as folder:
@@ -159,6 +156,10 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
             progress=progress,
         )
     if outcome.stopped_by is None:
+        # A terminal shows lines of progress. A program gets one line of JSON, also of a run that
+        # was complete before.
+        if context.is_main and (args.json or stdout_is_file()):
+            print(json_line(NAME, read_json(folder / "records.json"), folder), flush=True)
         return 0
     progress(
         f"stopped by signal {outcome.stopped_by} after step {outcome.last_step} of {config.steps}; "

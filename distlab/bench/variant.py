@@ -115,7 +115,7 @@ def variants(
     is called `fsdp-tp2`. One with a pipeline has `micro_batches` micro-batches.
 
     Raises:
-        ValueError: an unknown strategy.
+        ValueError: an unknown strategy, or a layout that none of the strategies takes.
     """
     rows = []
     for name in strategies:
@@ -129,18 +129,28 @@ def variants(
     under_layouts = []
     for text in layouts:
         layout = Layout.parse(text)
-        for row in rows:
-            # `local` communicates nothing, and a layout shares work by communication.
-            if row.strategy.synchronizes and row.strategy.refusal(layout) is None:
-                under_layouts.append(
-                    replace(
-                        row,
-                        name=f"{row.name}-{layout}",
-                        layout=layout,
-                        micro_batches=micro_batches if layout.pipeline > 1 else 1,
-                    )
+        taking = [row for row in rows if takes(row.strategy, layout)]
+        if not taking:
+            raise ValueError(
+                f"--layouts {text}: {', '.join(strategies)} cannot be combined with it; add fsdp "
+                "or bucketed to --strategies"
+            )
+        for row in taking:
+            under_layouts.append(
+                replace(
+                    row,
+                    name=f"{row.name}-{layout}",
+                    layout=layout,
+                    micro_batches=micro_batches if layout.pipeline > 1 else 1,
                 )
+            )
     return rows + under_layouts
+
+
+def takes(strategy: Strategy, layout: Layout) -> bool:
+    """Return whether a strategy has a row under a layout."""
+    # `local` communicates nothing, and a layout shares work by communication.
+    return strategy.synchronizes and strategy.refusal(layout) is None
 
 
 def require_memory(options: BenchOptions, rows: Sequence[Variant], context: RankContext) -> None:

@@ -57,7 +57,7 @@ class Checkpointer:
     Args:
         folder: folder of the checkpoints, on a file system that all machines share.
         context: context of this rank.
-        keep: number of complete checkpoints to keep.
+        keep: number of complete checkpoints to keep, at least one.
         asynchronous: True to write in a thread, False to write within `save()`.
         threads: number of threads that write and hash on each rank.
         lock: lock of the run's folder, on the rank that has it. It is checked before each write.
@@ -66,8 +66,8 @@ class Checkpointer:
             `save()`.
 
     Raises:
-        ValueError: the model has a parameter or a buffer that a checkpoint cannot hold. All ranks
-            raise it.
+        ValueError: `keep` below one; or the model has a parameter or a buffer that a checkpoint
+            cannot hold. All ranks raise it.
     """
 
     def __init__(
@@ -82,6 +82,8 @@ class Checkpointer:
         lock: RunLock | None = None,
         progress: Callable[[str], None] = lambda text: None,
     ):
+        if keep < 1:
+            raise ValueError(f"keep={keep}: at least one checkpoint must stay")
         self.folder = CheckpointFolder(folder)
         self.context = context
         self.lock = lock
@@ -375,6 +377,7 @@ class Checkpointer:
         Raises:
             ValueError: a checkpoint of another model or optimizer. The message lists the tensors
                 that differ. Nothing is overwritten.
+            Damaged: a NaN in the stored model. The model may be overwritten in part then.
             CheckpointError: reading failed, on any rank, or the files do not fit together. In the
                 second case nothing is overwritten.
         """

@@ -2,7 +2,7 @@
 
 On CUDA the clock is the stream's: events are recorded between kernels and read after one
 synchronisation at the end, so that timing a step adds no synchronisation to it. On the CPU it is
-`time.perf_counter`. All times are in ms. `statistics` turns them into percentiles and intervals.
+`time.perf_counter`. All times are in ms. `interleaved` turns them into percentiles and intervals.
 """
 
 import itertools

@@ -57,6 +57,7 @@ class BucketedDDP(DataParallel):
         placement: where parameters are stored.
 
     Raises:
+        TypeError: a bucket size that is no number.
         ValueError: a bucket size that is not positive.
     """
 

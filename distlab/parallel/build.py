@@ -195,7 +195,7 @@ class Strategy:
             compute_dtype: dtype of forward, under `model.autocast()`. None: that of the parameters.
             layout: sizes of the groups of ranks that share the model. The strategy averages over
                 the others (`Layout.axes`).
-            parts: attention over a part of the keys, for ranks that share sequences.
+            parts: attention over a part of the keys. Ranks that share sequences need it.
             bucket_size_mb: MiB of gradients per bucket. None: one unbounded bucket per dtype.
                 Ignored by strategies without buckets.
             shard_size: ranks in a shard group. None: those of a host. Ignored by strategies without
@@ -205,10 +205,14 @@ class Strategy:
 
         Raises:
             ValueError: a `shard_size` that does not divide the ranks, a module on meta without a
-                device, `init` or `device` for a module that has values, or a layout that does not
-                fit the ranks, the model, the strategy or the optimizer.
+                device, `init` or `device` for a module that has values, a layout that does not fit
+                the ranks, the model, the strategy or the optimizer, or one in which ranks share
+                sequences, without `parts`.
+            TypeError: a model whose class has no method to be shared in this way.
         """
         # Check the layout before the module is changed, and make the groups of this rank.
+        if layout.context > 1 and parts is None:
+            raise ValueError(f"{layout}: ranks share sequences, so give parts=…, their attention")
         if layout.tensor > 1:
             refuse_cut_matrices(optimizer_cls)
         axes = layout.axes(group)

@@ -100,8 +100,9 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         TypeError: a mesh that is not a DeviceMesh.
         ValueError: a mesh of other dimensions or ranks (see `resolve_mesh`), nothing to train,
             parameters on several devices, an uninitialized parameter, two parameters that share
-            memory, a model that is wrapped already, or ranks that disagree on names, shapes,
-            dtypes, strides or `requires_grad` (then on every rank).
+            memory, a trainable one that is no real floating-point number, an embedding with
+            `max_norm` on several ranks, a model that is wrapped already, or ranks that disagree on
+            names, shapes, dtypes, strides or `requires_grad` (then on every rank).
     """
 
     def __init__(

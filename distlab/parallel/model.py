@@ -170,6 +170,7 @@ class ParallelModel(nn.Module, ABC):
 
         Raises:
             ValueError: a `norm_type` other than 2.
+            RuntimeError: gradients that are not synchronized, or that were changed since.
         """
         if norm_type != 2.0:
             raise ValueError(

@@ -217,6 +217,10 @@ class Pipeline(StageRunner):
 
         Returns:
             The mean loss, on every rank, 0-dim fp64.
+
+        Raises:
+            ValueError: a number of micro-batches that the schedule does not allow.
+            TypeError: `loss_fn` returned no tensor, such as (sum, count).
         """
         count = len(micro_batches)
         total = torch.zeros((), device=model.device)
@@ -283,7 +287,13 @@ class Pipeline(StageRunner):
         if x is not None and torch.is_grad_enabled():
             x.requires_grad_()
         with model.autocast():
-            return loss_fn(partial(model, x=x, blocks=self.stages[stage]), batch)
+            result = loss_fn(partial(model, x=x, blocks=self.stages[stage]), batch)
+        if not isinstance(result, Tensor):
+            raise TypeError(
+                "in a pipeline loss_fn returns what the model returns, a tensor, and not "
+                f"{type(result).__name__}: the loss is the mean over a micro-batch"
+            )
+        return result
 
     def _receive(self, action: Action, tokens: Tensor, model: ParallelModel) -> Tensor | None:
         """Return the message that an action needs from another stage, or None."""

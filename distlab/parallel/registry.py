@@ -374,9 +374,12 @@ def check_buckets(given: Mapping[str, Any], strategies: Iterable[str]) -> None:
         taking = ", ".join(
             name for name, each in STRATEGIES.items() if each.has_buckets and each.trains
         )
+        size = given["bucket_size_mb"]
+        shown = "none" if size is None else f"{size:g}"
         raise ValueError(
-            f"--bucket-size-mb {given['bucket_size_mb']:g} is for strategies with buckets, and "
-            f"{', '.join(names)} has none: leave it out, or choose one of {taking}"
+            f"--bucket-size-mb {shown} is for strategies with buckets, and "
+            f"{' and '.join(names)} {'has' if len(names) == 1 else 'have'} none: leave it out, or "
+            f"choose one of {taking}"
         )
 
 

@@ -101,7 +101,7 @@ class ZeroOptimizer(LocalOptimizer):
         TypeError: `ddp` is not a `BucketedDDP`.
         ValueError: an optimizer that is not known to be element-wise, a wrapper on a mesh,
             `shard_gradients` of a wrapper of copy engines, a parameter that the wrapper does not
-            train, or one given twice.
+            train, one given twice, or an embedding with `max_norm`.
     """
 
     def __init__(

@@ -124,7 +124,7 @@ class TrainStep:
         optimizer: optimizer over the wrapped model's parameters.
         loss_fn: function `loss_fn(model, batch)` that returns a scalar loss, a mean over the batch,
             or (sum, count): the sum of the losses of the batch, and the number of examples or
-            tokens that count. It returns the same form for every batch.
+            tokens that count, which a pipeline refuses. It returns the same form for every batch.
         max_grad_norm: L2 norm over all ranks' shards to which averaged gradients are clipped. The
             norm before is left in `grad_norm`.
         scaler: loss scaler for fp16. A step in which any rank's gradient overflows is skipped on

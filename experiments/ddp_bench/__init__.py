@@ -20,12 +20,19 @@ from typing import Any
 
 from distlab.bench.task import OwnModel, check_name
 from distlab.bench.trial import refusals
-from distlab.bench.variant import BenchOptions, Variant, require_memory, variants
+from distlab.bench.variant import BenchOptions, Variant, require_memory, takes, variants
 from distlab.bench.wrappers import wrapped_by
 from distlab.comm.rank_process import on_main
 from distlab.experiment import Experiment, RankContext, Run, TimingOptions, option
 from distlab.model.config import PRESETS, ModelConfig
-from distlab.parallel import STRATEGIES, Layout, check_shard_size, strategies_on
+from distlab.parallel import (
+    STRATEGIES,
+    Layout,
+    check_buckets,
+    check_shard_size,
+    get_strategy,
+    strategies_on,
+)
 from distlab.train.build import check_layout
 
 from .auto_size import sized
@@ -79,6 +86,13 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
         1, "steps per trace, of which the median is shown; 0 for none", minimum=0
     )
 
+    @classmethod
+    def check_given(cls, given: dict[str, Any]) -> None:
+        """Raise ValueError for sizes of buckets without a strategy that has buckets."""
+        super().check_given(given)
+        if "bucket_sizes_mb" in given and "strategies" in given:
+            check_buckets({"bucket_size_mb": given["bucket_sizes_mb"][0]}, given["strategies"])
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.wraps:
@@ -98,6 +112,7 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
             raise ValueError(
                 "--layouts: ranks share the lab's Transformer; with --model leave them out"
             )
+        self.variants()  # raises for a layout that no strategy takes
 
     def base(self) -> ModelConfig:
         """Return the preset. Until `sized` has replaced `auto`, it is the smallest possible one."""
@@ -124,6 +139,11 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     if context.world_size == 1:
         run.notice("one rank: nothing is communicated. For more: --nproc 2")
     known = config.variants()
+    for text in config.layouts:
+        layout = Layout.parse(text)
+        without = [name for name in config.strategies if not takes(get_strategy(name), layout)]
+        if set(without) - {"local"}:
+            run.notice(f"no row under {text}: {', '.join(without)}")
     require_memory(config, known, context)
     facts = config.facts(context)
 

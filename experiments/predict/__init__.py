@@ -92,6 +92,13 @@ class PredictConfig(Options):
         """Raise ValueError for options of one kind of prediction given with another kind."""
         of_steps = ("calibrate", "models", "ranks", "rows", "memory")
         # An idle option would change nothing, and its user should know.
+        if not {"calibrate", "models", "predictions", "case"} & given.keys():
+            for name in of_steps:
+                if name in given:
+                    raise ValueError(
+                        f"--{name} has no effect without --calibrate and --models: give these, or "
+                        "leave it out"
+                    )
         for kind, idle in (("predictions", ("case", *of_steps)), ("case", of_steps)):
             useless = [name for name in idle if name in given]
             if kind in given and useless:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distlab.checkpoint import files, tensors
-from distlab.checkpoint.checkpointer import CheckpointError
+from distlab.checkpoint.checkpointer import Checkpointer, CheckpointError
 from distlab.checkpoint.files import MARKER, CheckpointFolder, OtherFormat
 from distlab.parallel import STRATEGIES as REGISTRY
 from distlab.testing import RanksFailed, run_ranks
@@ -182,6 +182,11 @@ def test_stages_of_a_pipeline_continue_others_and_others_continue_them(tmp_path,
     written = run_ranks(train_and_save, 4, str(tmp_path), rows, changes)[0]
     assert_continued(written, 4, pairs, str(tmp_path), changes)
     assert_continued(written, 2, at_two, str(tmp_path), changes)
+
+
+def test_at_least_one_checkpoint_is_kept(one_rank, tmp_path):
+    with pytest.raises(ValueError, match="keep=0: at least one checkpoint must stay"):
+        Checkpointer(tmp_path, one_rank, keep=0)
 
 
 @on_two_ranks

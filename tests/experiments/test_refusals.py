@@ -32,6 +32,9 @@ REFUSED = {
         "does not fit in the memory of cpu"
     ),
     "ddp_bench --model resnet": "package.module:function",
+    "ddp_bench --strategies local naive --bucket-size-mb none 4": "--bucket-size-mb none is for",
+    "ddp_bench --strategies local torch-ddp --layouts tp2": "cannot be combined with it; add fsdp",
+    "memory_breakdown --strategies fsdp --bucket-size-mb 100": "fsdp has none: leave it out",
     "ddp_bench --model a:b --size xl": "--size is of the lab's Transformer",
     "ddp_bench --model a:b --compile blocks": "--compile blocks is for",
     "ddp_bench --model a:b --kv-heads 2": "--kv-heads is of",
@@ -64,6 +67,7 @@ REFUSED = {
     "predict --calibrate missing.json --models xl:2": "missing.json",
     "predict --calibrate missing.json --models xl:0": "--models: 'xl:0': give PRESET:BATCH",
     "predict --calibrate missing.json": "give --calibrate and --models, or",
+    "predict --ranks 8": "--ranks has no effect without --calibrate and --models",
     "sabotage --mistakes typo": "allowed: no broadcast",
     "plan --sweep --records missing.json --model tiny": "missing.json",
     "plan --sweep --timeline": "--sweep and --timeline: give one of them",

@@ -186,8 +186,9 @@ def test_a_run_that_was_stopped_or_lost_its_launcher_goes_on_where_it_was(
     again = python(*command)
     assert again.returncode == 0 and f"resumed from step {step}" in again.stderr, again.stderr
     assert losses(tmp_path) == undisturbed and not (folder / "run.lock").exists()
-    complete = python(*command)
+    complete = python(*command, "--json")
     assert complete.returncode == 0 and "this run is complete: 30 of 30 steps" in complete.stderr
+    assert json.loads(complete.stdout)["records"][0]["metrics"]["steps"] == STEPS
     assert losses(tmp_path) == undisturbed
 
 

@@ -255,6 +255,14 @@ def test_what_does_not_divide_is_one_sentence_on_every_rank(context):
             get_strategy("naive").build(
                 torch.nn.Linear(2, 2), context.group, torch.optim.SGD, {"lr": 1.0}, layout=layout
             )
+    with pytest.raises(ValueError, match="ranks share sequences, so give parts"):
+        get_strategy("naive").build(
+            torch.nn.Linear(2, 2),
+            context.group,
+            torch.optim.SGD,
+            {"lr": 1.0},
+            layout=Layout(context=2),
+        )
     with pytest.raises(ValueError, match="a multiple of 4"):
         Layout(context=2).axes(context.group).share(torch.zeros(1, 6))
 

@@ -6,6 +6,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch
 from distlab.measure import CollectiveRecorder
 from distlab.model import ModelConfig
 from distlab.parallel import Layout, get_strategy
+from distlab.parallel.pipeline import Pipeline
 from distlab.parallel.schedules import SCHEDULES
 from distlab.theory.axes import layout_volume
 from distlab.theory.volume import CommunicationVolume
@@ -197,6 +200,14 @@ def test_stages_of_other_sizes_keep_the_names_of_the_whole(context):
     _, model, _ = built(context, DEEP, Layout.parse("pp2", stages=(5, 3)))
     blocks = {name.split(".")[1] for name, _ in model.module.named_parameters() if "blocks" in name}
     assert blocks == set("567" if context.rank else "01234")
+
+
+def test_a_loss_of_a_sum_and_a_count_is_refused():
+    """`TrainStep` takes it without a pipeline."""
+    pipeline = SimpleNamespace(stages=[()])
+    model = Mock(autocast=nullcontext)
+    with pytest.raises(TypeError, match="returns what the model returns, a tensor, and not tuple"):
+        Pipeline._forward(pipeline, model, lambda model, batch: (model(), 8), None, 0, None)
 
 
 @pytest.mark.parametrize(

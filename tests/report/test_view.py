@@ -221,6 +221,9 @@ def test_saved_records_are_drawn_anew_without_measuring(page, tmp_path, capsys, 
     text = (again / "report.html").read_text()
     assert text.count("<img") == 2 and "timeline" in text
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["out"] == str(again)
+    with pytest.raises(SystemExit):
+        command.main(["show", str(page.parent / "records.json"), "--json", "--table", "text"])
+    assert "not allowed with argument" in capsys.readouterr().err
     (page.parent / "timeline.png").unlink()
 
 

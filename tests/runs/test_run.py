@@ -186,6 +186,10 @@ def test_a_complete_run_is_measured_again_only_where_that_is_asked_for(tmp_path,
         said.err,
     )
     assert said.out == "" and contents(folder) == before
+    # A program that asks for JSON gets that of the saved rows.
+    assert command(tmp_path, "--name=run", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["out"] == str(folder)
+    assert contents(folder) == before
     assert command(tmp_path, "--name=run", "--fresh") == 0
     assert contents(folder).keys() == before.keys()
     assert {

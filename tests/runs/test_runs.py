@@ -75,6 +75,9 @@ def test_the_command_filters_and_shows_whole_names_in_the_terminals_width(
     assert columns - 16 < max(map(len, shown.split("page:")[0].splitlines())) <= columns
     main(["runs", "--out", str(two), "--since", "2026-11-02"])
     assert "20261101" not in capsys.readouterr().out
+    # Another text would be compared as one, and hide every run.
+    assert main(["runs", "--out", str(two), "--since", "yesterday"]) == 2
+    assert "--since yesterday: give a date such as" in capsys.readouterr().err
 
 
 def test_committed_records_are_listed_apart_by_names_that_show_takes(two, capsys, monkeypatch):

@@ -96,8 +96,10 @@ class FSDP(checks.StaysAsWrapped, ParallelModel):
         TypeError: a mesh that is not a DeviceMesh.
         ValueError: a mesh of other dimensions or ranks (see `resolve_mesh`), no parameters, an
             uninitialized one, two that share memory, several devices, a compute dtype that is not
-            a float, a module wrapped already, a module on meta without `init_fn` and `device`, or
-            ranks that disagree on the model (then on every rank).
+            a float, a module wrapped already, a module on meta without `init_fn` and `device`,
+            these for a module that has values, units in a compiled module, a recurrent module of
+            torch's, a gradient hook on a parameter, a module without forward, or ranks that
+            disagree on the model (then on every rank).
     """
 
     casts_parameters = True
