@@ -359,7 +359,8 @@ class Experiment(Generic[C]):
                 # printed for programs, as before.
                 if context.is_main and (frame.json or stdout_is_file()):
                     view = self.views()[run.header.experiment]
-                    print(json_line(view.name, view.derived(run.records), folder), flush=True)
+                    rows = view.derived(run.records)
+                    print(json_line(view.name, rows, folder, view.findings_of(rows)), flush=True)
                 return self._exit_code(run, run.records)
             run.progress, run.notice = progress, progress.keep
             run.show = partial(self.show, run, progress, json_only=frame.json)
@@ -400,12 +401,19 @@ class Experiment(Generic[C]):
         Returns 1 if something is wrong, else 0.
         """
         own: Records = ()
-        for view, records, page in self._written(run):
-            is_own = view.name == run.header.experiment
-            # A table that was shown before the explanation is not printed again.
-            say(view, records, page, table=not run.shown, quiet=json_only, line=is_own)
-            if is_own:
-                own = records
+        try:
+            for view, records, page in self._written(run):
+                is_own = view.name == run.header.experiment
+                # A table that was shown before the explanation is not printed again.
+                say(view, records, page, table=not run.shown, quiet=json_only, line=is_own)
+                if is_own:
+                    own = records
+        except OSError:
+            # A page that cannot be written must not hide what was measured.
+            if not (json_only or run.shown):
+                view = self.views()[run.header.experiment]
+                say_table(view, view.derived(run.records))
+            raise
         run.complete()
         return self._exit_code(run, own)
 

@@ -134,7 +134,12 @@ def show(report: Report, options: GradeOptions, table: csv.DictWriter) -> None:
         return
     print(f"{for_terminal(str(report))}\n")
     records = records_of(report, options.device)
-    with new_folder(options.out, NAME) as folder:
-        page = write(page_view(report), records, folder)
-    refresh_index(options.out)
+    try:
+        with new_folder(options.out, NAME) as folder:
+            page = write(page_view(report), records, folder)
+        refresh_index(options.out)
+    except OSError as error:
+        # The next submission is examined all the same.
+        print(f"no page of {report.folder}: {error}", file=sys.stderr, flush=True)
+        return
     print(f"report: {page}", flush=True)

@@ -81,6 +81,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Run `distlab kernel`. Return the exit code, which is 1 if something is wrong."""
     options = config_from(KernelOptions, parser().parse_args(arguments))
+    if options.list and options.json:
+        raise ValueError("--list prints text: leave --json out")
     if options.list:
         for operation in OPERATIONS.values():
             print(f"{operation.signature}\n    {operation.about}")
@@ -133,14 +135,27 @@ def examine_and_time(options: KernelOptions, device: str, folder: Path) -> int:
             timing = timed(options.kernel, options.operation, device, options.out, folder.name)
     progress.close()
     # The page is written before anything is printed, since it must exist if the terminal goes away.
-    page = write_page(folder, options.kernel, device, options.seed, report, timing)
-    refresh_index(options.out)
+    # If it cannot be written, the results are printed first.
+    page, unwritten = None, None
+    try:
+        page = write_page(folder, options.kernel, device, options.seed, report, timing)
+        refresh_index(options.out)
+    except OSError as error:
+        unwritten = error
     # Timed sizes are larger, and a kernel may be wrong there alone.
     code = 0 if report.is_right and not timing.is_wrong else 1
     if options.json:
         answer = {"kernel": options.kernel, "device": device, **report.to_dict()}
-        answer |= {"times": times_of(timing), "not_timed": timing.problem, "page": str(page)}
-        print(json.dumps(answer))
+        answer |= {
+            "printed": printed[-MOST_PRINTED:],
+            "times": times_of(timing),
+            "not_timed": timing.problem,
+            "sentences": list(timing.sentences),
+            "page": None if page is None else str(page),
+        }
+        print(json.dumps(answer), flush=True)
+        if unwritten is not None:
+            raise unwritten
         return code
     if printed.strip():
         # A kernel that prints in a loop would fill the terminal. The last characters hold its end.
@@ -151,6 +166,8 @@ def examine_and_time(options: KernelOptions, device: str, folder: Path) -> int:
         say_table(timing.view, timing.records)
     for sentence in timing.sentences:
         print(sentence)
+    if unwritten is not None:
+        raise unwritten
     print(f"report: {page}")
     return code
 

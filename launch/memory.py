@@ -47,6 +47,10 @@ def main(arguments: Sequence[str]) -> int:
     options = config_from(MemoryOptions, parser().parse_args(arguments))
     if not options.snapshot:
         raise ValueError("give a file of torch.cuda.memory._dump_snapshot")
+    # Large files are read for minutes, so both must be there before the first is read.
+    for path in filter(None, (options.snapshot, options.against)):
+        if not Path(path).exists():
+            raise ValueError(f"{path}: no such file")
     found = explain(read_snapshot(options.snapshot))
     earlier = None
     if options.against is not None:

@@ -128,8 +128,12 @@ def compare(arguments: Sequence[str]) -> int:
     with reading(files), new_folder(args.out, view.name) as folder:
         page = write(view, rows, folder)
     refresh_index(args.out)
-    # The differences are printed above, so they are left out here.
-    say(replace(view, findings=findings), rows, page, quiet=args.json)
+
+    def sentences(rows: Records) -> list[str]:
+        # On a terminal, the differences are printed above.
+        return [*differing, *findings(rows)] if args.json else findings(rows)
+
+    say(replace(view, findings=sentences), rows, page, quiet=args.json)
     if args.fail_above is None:
         return 0
     # The comparison is printed in any case. --fail-above only decides the exit code, for CI.

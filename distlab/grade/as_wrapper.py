@@ -55,6 +55,8 @@ def timed(folder: Path, adapters: str, parts: list[str]) -> str:
     Returns:
         The benchmark's table, or a sentence that says why there is none.
     """
+    if not parts:
+        return "not timed: no data-parallel wrapper was handed in"
     command = [sys.executable, "-m", "launch", "run", "ddp_bench", "--quick", "--backend", "gloo"]
     command += ["--strategies", "local", "naive", "overlap", "bucketed", "torch-ddp", "--wrap"]
     command += [f"distlab.grade.as_wrapper:{part.replace('-', '_')}" for part in parts]

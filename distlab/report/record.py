@@ -269,13 +269,18 @@ def write_csv(records: Records, path: Path) -> None:
     write_whole(path, text.getvalue())
 
 
-def json_line(experiment: str, records: Iterable[Record], out: str | Path) -> str:
+def json_line(
+    experiment: str,
+    records: Iterable[Record],
+    out: str | Path,
+    findings: Iterable[str] = (),
+) -> str:
     """Return the compact last line of a measuring command.
 
     It is valid JSON whatever was measured (NaN, inf → null).
 
-    ``{"experiment": …, "records": [{"variant": …, "metrics": {…}}, …], "out": …}``; ``out`` is the
-    results' folder. Curves (lists) are in its `records.json` only.
+    ``{"experiment": …, "records": [{"variant": …, "metrics": {…}}, …], "findings": [sentence, …],
+    "out": …}``; ``out`` is the results' folder. Curves (lists) are in its `records.json` only.
     """
     rows = [
         {
@@ -284,7 +289,12 @@ def json_line(experiment: str, records: Iterable[Record], out: str | Path) -> st
         }
         for record in records
     ]
-    body = {"experiment": experiment, "records": rows, "out": str(out)}
+    body = {
+        "experiment": experiment,
+        "records": rows,
+        "findings": list(findings),
+        "out": str(out),
+    }
     return json.dumps(
         _leaves(body, lambda leaf: None if _is_special(leaf) else leaf), separators=(",", ":")
     )

@@ -74,13 +74,14 @@ def say(
     """
     if table and not quiet:
         say_table(view, records)
+    findings = view.findings_of(records)
     if not quiet:
-        for finding in view.findings_of(records):
+        for finding in findings:
             print(highlighted(finding))
         print(f"report: {page}")
     # A program that reads the file wants the JSON, and a person does not.
     if line and (quiet or stdout_is_file()):
-        print(json_line(view.name, records, page.parent), flush=True)
+        print(json_line(view.name, records, page.parent, findings), flush=True)
 
 
 def highlighted(text: str) -> str:

@@ -88,8 +88,13 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
 
     @classmethod
     def check_given(cls, given: dict[str, Any]) -> None:
-        """Raise ValueError for sizes of buckets without a strategy that has buckets."""
+        """Raise ValueError for options that have no effect."""
         super().check_given(given)
+        layouts = map(Layout.parse, given.get("layouts", ()))
+        if "micro_batches" in given and not any(layout.pipeline > 1 for layout in layouts):
+            raise ValueError("--micro-batches is for rows with a pipeline: add --layouts pp2")
+        if "wrap_memory_gib" in given and "wraps" not in given:
+            raise ValueError("--wrap-memory-gib is for a wrapper of your own: add --wrap")
         if "bucket_sizes_mb" in given and "strategies" in given:
             check_buckets({"bucket_size_mb": given["bucket_sizes_mb"][0]}, given["strategies"])
 

@@ -32,6 +32,8 @@ REFUSED = {
         "does not fit in the memory of cpu"
     ),
     "ddp_bench --model resnet": "package.module:function",
+    "ddp_bench --micro-batches 8": "--micro-batches is for rows with a pipeline",
+    "ddp_bench --wrap-memory-gib 3": "--wrap-memory-gib is for a wrapper of your own",
     "ddp_bench --strategies local naive --bucket-size-mb none 4": "--bucket-size-mb none is for",
     "ddp_bench --strategies local torch-ddp --layouts tp2": "cannot be combined with it; add fsdp",
     "memory_breakdown --strategies fsdp --bucket-size-mb 100": "fsdp has none: leave it out",

@@ -164,6 +164,25 @@ def test_every_form_can_be_printed_whatever_a_submission_says(form, capsys):
     assert "\x1b" not in out and r"\x1b[31m\ud800" in out.replace("\\\\", "\\")
 
 
+def test_without_a_wrapper_there_is_nothing_to_time(tmp_path):
+    assert timed(tmp_path, "", []) == "not timed: no data-parallel wrapper was handed in"
+
+
+def test_a_page_that_cannot_be_written_costs_no_other_submission(monkeypatch, capsys, tmp_path):
+    def full(view, records, folder):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("launch.grade.write", full)
+    monkeypatch.setattr(
+        "launch.grade.grade",
+        lambda folder, **options: Report(folder, [Row("ddp", "it trains", "holds")]),
+    )
+    assert grade_command(["first", "second", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert "first: 1 invariants hold" in printed.out and "second: 1 invariants" in printed.out
+    assert "no page of second: No space left" in printed.err
+
+
 @pytest.mark.commands
 def test_wrappers_are_timed_without_the_keys_of_the_shell(tmp_path, monkeypatch):
     source = (Path(__file__).parent / "submissions" / "closures.py").read_text()

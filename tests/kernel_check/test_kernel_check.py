@@ -527,10 +527,25 @@ def test_a_wrong_kernel_ends_with_its_page(forks, capsys):
     assert "% of copy" not in page  # on a CPU only where it is asked for
 
 
+def test_a_page_that_cannot_be_written_does_not_hide_the_verdict(forks, capsys, monkeypatch):
+    def full(*arguments):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("launch.kernel.write_page", full)
+    name = "tests.kernel_check.hostile_kernels:changes_its_input"
+    words = ["kernel", name, "--as", "rms_norm", "--device", "cpu", "--count", "0"]
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert "changes an input" in printed.out and "No space left" in printed.err
+    assert main([*words, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["page"] is None
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
         ([], "give your kernel as package.module:function"),
+        (["--list", "--json"], "--list prints text"),
         (["no_colon", "--as", "rms_norm"], "give package.module:function"),
         (["my_kernels.py:f", "--as", "rms_norm"], "not its file: my_kernels:f"),
         (["a:b"], "--as '' is unknown"),

@@ -81,11 +81,12 @@ def test_csv_has_a_row_per_record_and_empty_cells_for_none(tmp_path):
 
 
 def test_the_json_line_is_one_line_and_always_json():
-    line = json_line("ddp_bench", [record(a_ms=math.nan, b_ms=1.0)], "outputs/x")
+    line = json_line("ddp_bench", [record(a_ms=math.nan, b_ms=1.0)], "outputs/x", ["WRONG: a"])
     assert "\n" not in line and "NaN" not in line
     assert json.loads(line) == {
         "experiment": "ddp_bench",
         "records": [{"variant": "bucketed", "metrics": {"a_ms": None, "b_ms": 1.0}}],
+        "findings": ["WRONG: a"],
         "out": "outputs/x",
     }
 

@@ -199,6 +199,18 @@ def test_a_complete_run_is_measured_again_only_where_that_is_asked_for(tmp_path,
     } == before
 
 
+def test_a_page_that_cannot_be_written_does_not_hide_what_was_measured(
+    tmp_path, capsys, monkeypatch
+):
+    def full(*arguments):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("distlab.experiment.write", full)
+    with pytest.raises(OSError, match="No space left"):
+        command(tmp_path, "--name=run")
+    assert "variant" in capsys.readouterr().out
+
+
 def test_a_run_that_left_rows_to_the_next_call_is_not_complete(tmp_path, capsys):
     for _ in range(2):
         assert command(tmp_path, "--name=run", "--batch=0") == 0
