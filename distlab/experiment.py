@@ -95,7 +95,9 @@ class FrameOptions(Options):
     """Options of every experiment, in addition to its own."""
 
     out: str = option("outputs", "folder for all results")
-    name: str | None = option(None, "name of this run; one that exists is resumed")
+    name: str | None = option(
+        None, "name of this run; one that exists is resumed, if its experiment can"
+    )
     fresh: bool = option(False, "move an older run of this name away and start over")
     commit: str | None = option(None, "commit to record where the tree has no git")
     json: bool = option(False, "print only the line of JSON")

@@ -8,8 +8,8 @@ By Jordan et al., 2024.
 
 Momentum is computed element by element. Orthogonalization, which makes about U·Vᵀ of U·S·Vᵀ, takes
 a whole matrix. `Muon` steps whole matrices under every data-parallel strategy, and shards of them
-under ZeRO-1 and FSDP. `distlab.parallel.muon` says which rank orthogonalizes a sharded matrix, and
-what that sends. https://kellerjordan.github.io/posts/muon/
+under ZeRO-1, ZeRO-2 and FSDP. `distlab.parallel.muon` says which rank orthogonalizes a sharded
+matrix, and what that sends. https://kellerjordan.github.io/posts/muon/
 """
 
 import math

@@ -279,7 +279,7 @@ def device_percentiles(run: Call, device: Device, repeats: int) -> dict[str, flo
     Args:
         run: function to time.
         device: device that it runs on.
-        repeats: number of timed replays or calls.
+        repeats: number of timed replays or calls, at least three.
     """
     if torch.device(device).type == "cuda":
         # At least ten calls per graph, because its launch takes as long as some short kernels.

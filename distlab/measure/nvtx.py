@@ -17,8 +17,9 @@ These become ranges while the block runs:
 ``blocks.3.attention/attention/softmax backward``
     every node of autograd. Its sequence number tells in which range of the forward it was made;
 ``message 3: all_reduce_mean 26.2 MB``
-    every collective that a strategy of this lab issues, with its size. The first one in a step has
-    number 0 (NCCL adds ranges of its own under Nsight);
+    every collective of `distlab.comm.collectives` that a strategy issues, with its size: not a
+    pipeline's sends, nor what copy engines move. The first one in a step has number 0 (NCCL adds
+    ranges of its own under Nsight);
 ``finish_gradient_synchronization`` and ``optimizer``
     the wrapper's wait for its messages, and the optimizer's step.
 """

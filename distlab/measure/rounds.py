@@ -18,7 +18,7 @@ def sample_rounds(
 
     Args:
         calls: name → function that returns clock → times of one round in ms.
-        rounds: number of rounds.
+        rounds: number of rounds, at least three for percentiles.
 
     Returns:
         name → `CLOCK_samples_ms`, the medians of the rounds, and their `CLOCK_p20_ms`, p50 and p80.
