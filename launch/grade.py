@@ -20,7 +20,6 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -75,9 +74,6 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError("give one of --json, --markdown and --csv")
     if options.csv and options.time:
         raise ValueError("--time has no column in --csv; give --json, --markdown or neither")
-    if not (options.json or options.markdown or options.csv):
-        # A folder that cannot be made is said before minutes of work, not after.
-        Path(options.out).mkdir(parents=True, exist_ok=True)
     # A name of a part that does not exist concerns all submissions, so it is said at once.
     parts = [part.name for part in chosen(options.only, options.year)]
     # Lines of progress would mix with a table for a program, or with those of another submission.
