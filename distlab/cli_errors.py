@@ -38,7 +38,8 @@ USAGE_ERROR = 2
 # Errors that the user can fix: print one line. Anything else is a bug: keep the traceback.
 USER_ERRORS = (ValueError, OSError, MemoryError)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-GRACE_S = 1.2  # time in which the main thread can end by itself
+GRACE_S = 1.2  # time in which the main thread must see a signal, or end by itself
+SAVING_S = 8.0  # further time for a main thread that saw it, to write files on a slow host
 SHOWN = 6  # number of files that are named one by one
 # Texts of plain RuntimeErrors about memory, of the host's allocator, CUDA's driver and runtime,
 # cuDNN, cuBLAS and NCCL.
@@ -316,6 +317,7 @@ class _Run:
         folder: folder of the results.
         continues: advice on how to continue.
         asked: number of the signal that stopped it, or 0.
+        is_lost: True if the exception was raised where none can leave.
         begin: time of the start, in seconds.
         ended: event that is set when no signal is awaited any more.
         listener: thread that receives signals.
@@ -327,6 +329,7 @@ class _Run:
     folder: Path | None = None
     continues: str = ""
     asked: int = 0
+    is_lost: bool = False
     begin: float = field(default_factory=time.monotonic)
     ended: threading.Event = field(default_factory=threading.Event)
     listener: _Listener | None = None
@@ -381,18 +384,25 @@ def _watched(run: _Run) -> Iterator[None]:
 
     def ignore_stopped(failure: sys.UnraisableHookArgs) -> None:
         # It was raised where no exception can leave. `end_unless_ended` then ends the process.
-        if not issubclass(failure.exc_type, Stopped):
+        if issubclass(failure.exc_type, Stopped):
+            run.is_lost = True
+        else:
             shown(failure)
 
     def end_unless_ended(number: int) -> None:
-        # The main thread had `GRACE_S` to end. It is in a call that does not see the signal.
-        if not run.ended.wait(GRACE_S):
-            run.asked = number
-            run.say()
-            _end_children()
-            sys.stdout.flush()
-            # os._exit skips the cleanup that the main thread would have to take part in.
-            os._exit(128 + number)
+        if run.ended.wait(GRACE_S):
+            return
+        # A main thread that saw the signal is on its way out. Another is in a call that does not
+        # see it.
+        is_ending = run.asked and not run.is_lost
+        if is_ending and run.ended.wait(SAVING_S):
+            return
+        run.asked = number
+        run.say()
+        _end_children()
+        sys.stdout.flush()
+        # os._exit skips the cleanup that the main thread would have to take part in.
+        os._exit(128 + number)
 
     shown = sys.unraisablehook
     sys.unraisablehook = ignore_stopped

@@ -260,6 +260,38 @@ def test_a_main_thread_that_does_not_see_the_signal_is_ended_within_two_seconds(
     assert errors.startswith("bench: stopped by") and "Traceback" not in errors
 
 
+SAVING = """
+import sys, time
+from distlab.cli_errors import until_stopped
+
+def saves():
+    print("ready", flush=True)
+    try:
+        time.sleep(30)
+    finally:
+        time.sleep(1.6)  # writes files, on a slow host
+        print("saved", flush=True)
+
+sys.exit(until_stopped("bench", saves))
+"""
+
+
+def test_a_main_thread_that_saw_the_signal_can_save():
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAVING],
+        cwd=ROOT,
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    printed, errors = process.communicate(timeout=30)
+    assert printed == "saved\n" and process.returncode == 143
+    assert errors.startswith("bench: stopped by SIGTERM")
+
+
 IMPORTING = """
 import time
 from distlab.cli_errors import ended_at_once
