@@ -28,6 +28,7 @@ PROCESSES = 24  # most processes of each child; Triton's compiler starts some
 POLL_S = 0.05
 INTERPRETED = "TRITON_INTERPRET"
 RAISES = "it raises"  # beginning of the sentence about an error of the submission's own
+DEAD_S = 30.0  # time in which processes that were killed are dead, also on a busy host
 LEFT_S = 3.0  # time after the failure of a rank in which the other ranks can report theirs
 PRELOADED = [
     "torch",
@@ -192,7 +193,7 @@ def _end(pid: int | None) -> None:
         return
     # The child's own pid comes first, because it may have failed before it called setsid.
     living = [pid]
-    deadline = time.monotonic() + LEFT_S
+    deadline = time.monotonic() + DEAD_S
     # Again, until all are dead: one that was forked while the others were killed is not in the
     # list. It would keep the fork server alive, which ends when nothing holds its pipes.
     while living and time.monotonic() < deadline:

@@ -22,6 +22,7 @@ from launch.__main__ import main
 from tests.commands import be_python
 from tests.kernel_check import hostile_kernels
 
+INTERPRETED = 10  # inputs of a kernel that Triton interprets
 child_module = importlib.import_module("distlab.kernel_check.child")
 hostile = importlib.import_module("distlab.kernel_check.hostile")
 judge = importlib.import_module("distlab.kernel_check.judge")
@@ -127,9 +128,14 @@ def test_a_gradient_that_is_added_up_in_half_precision_is_wrong():
         pytest.param("swiglu", marks=pytest.mark.commands),
     ],
 )
-def test_our_kernels_are_right(name):
-    report = check_kernel(OURS[name], name, count=0, device="cpu", seconds=1.5)
-    assert report.is_right and report.right >= 3, report
+def test_our_kernels_are_right(name, monkeypatch):
+    """The first inputs, since the interpreter is slow."""
+    every = report_module.cases
+    monkeypatch.setattr(
+        report_module, "cases", lambda *words, **more: list(every(*words, **more))[:INTERPRETED]
+    )
+    report = check_kernel(OURS[name], name, count=0, device="cpu")
+    assert report.is_right and report.right == INTERPRETED and report.left == 0, report
 
 
 def test_a_kernel_may_refuse_what_it_does_not_support():
