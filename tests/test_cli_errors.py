@@ -234,10 +234,8 @@ sys.exit(until_stopped("bench", {"call": in_one_call, "callback": in_a_callback}
 """
 
 
-def sent_a_signal(number, *code):
-    """What `python -c` of this says when it is ready and gets a signal, which ends it within two
-    seconds.
-    """
+def ready(*code):
+    """Start `python -c` of this, and return the process when it is ready for a signal."""
     process = subprocess.Popen(
         [sys.executable, "-c", *code],
         cwd=ROOT,
@@ -247,6 +245,14 @@ def sent_a_signal(number, *code):
         stderr=subprocess.PIPE,
     )
     assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def sent_a_signal(number, *code):
+    """What `python -c` of this says when it is ready and gets a signal, which ends it within two
+    seconds.
+    """
+    process = ready(*code)
     begin = time.monotonic()
     process.send_signal(number)
     _, errors = process.communicate(timeout=30)
@@ -277,15 +283,7 @@ sys.exit(until_stopped("bench", saves))
 
 
 def test_a_main_thread_that_saw_the_signal_can_save():
-    process = subprocess.Popen(
-        [sys.executable, "-c", SAVING],
-        cwd=ROOT,
-        env=environment(),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdout.readline() == "ready\n"
+    process = ready(SAVING)
     process.send_signal(signal.SIGTERM)
     printed, errors = process.communicate(timeout=30)
     assert printed == "saved\n" and process.returncode == 143
