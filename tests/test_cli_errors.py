@@ -271,8 +271,8 @@ import sys, time
 from distlab.cli_errors import until_stopped
 
 def saves():
-    print("ready", flush=True)
     try:
+        print("ready", flush=True)
         time.sleep(30)
     finally:
         time.sleep(1.6)  # writes files, on a slow host
