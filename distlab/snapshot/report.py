@@ -257,7 +257,7 @@ def _plain(device: DeviceExplanation) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Change:
-    """How much memory one thing holds in two snapshots of a program, at their peaks.
+    """Memory of one purpose or line in two snapshots of a program, at their peaks.
 
     Attributes:
         device: number of the device.
@@ -274,7 +274,7 @@ class Change:
 
     @property
     def bytes(self) -> int:
-        """Bytes more than before."""
+        """Growth from the earlier to the later snapshot, in bytes."""
         return self.after_bytes - self.before_bytes
 
 
