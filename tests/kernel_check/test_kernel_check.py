@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import subprocess
@@ -41,7 +42,7 @@ OURS = {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_torchs_own_operations_are_right(name):
-    report = check_kernel(OPERATIONS[name].exact, name, count=5, device="cpu", seconds=30)
+    report = check_kernel(OPERATIONS[name].exact, name, count=5, device="cpu", seconds=math.inf)
     assert report.has_backward and not report.refused and report.left == 0
     assert report.is_right, report
 
