@@ -308,10 +308,9 @@ class Experiment(Generic[C]):
         on_gpu = _on_gpu(frame)
         self._require_gpus(frame.preset, on_gpu)
         # Only what was typed counts, and not what a preset sets.
-        asked = given(self.config, args)
-        self.config.check_given(asked)
+        self.config.check_given(given(self.config, args))
         # The order is the precedence: a preset is over defaults, and the command line over both.
-        return self.config(**self.preset(frame.preset, on_gpu) | asked), frame
+        return config_from(self.config, args, self.preset(frame.preset, on_gpu)), frame
 
     def _require_gpus(self, preset: str, on_gpu: bool) -> None:
         """Raise ValueError if a run sized for GPUs would compute for hours on a CPU."""

@@ -47,6 +47,7 @@ def option(
     metavar: str | None = None,
     positional: bool = False,
     kind: type | None = None,
+    needs: str | None = None,
 ) -> Any:
     """Declare a field of `Options` that is an option of the command.
 
@@ -62,6 +63,7 @@ def option(
         metavar: name of the value in `--help`.
         positional: True for an argument without a flag.
         kind: type to read the text as, if the field's type cannot say it.
+        needs: field of the option without which this one has no effect. It is then refused.
     """
     declaration = Declaration(
         help=help,
@@ -74,6 +76,7 @@ def option(
         metavar=metavar,
         positional=positional,
         kind=kind,
+        needs=needs,
     )
     # The declaration travels with the field, so a subclass inherits it.
     return field(default=default, metadata={"option": declaration})
@@ -93,6 +96,7 @@ class Declaration:
     metavar: str | None
     positional: bool
     kind: type | None
+    needs: str | None
 
 
 @dataclass(frozen=True)
@@ -254,6 +258,22 @@ class Options:
         Defaults and presets do not count.
         """
 
+    def check_effect(self, given: Values) -> None:
+        """Raise ValueError for a given option that has no effect beside the others.
+
+        Those of a preset count here: `self` is the whole configuration.
+        """
+        options = {option.name: option for option in declared_options(type(self))}
+        for name in given:
+            option = options[name]
+            if option.declaration.needs is None or getattr(self, option.declaration.needs):
+                continue
+            needed = options[option.declaration.needs]
+            raise ValueError(
+                f"{option.flag} has no effect without {needed.flag}: add that, or leave "
+                f"{option.flag} out"
+            )
+
     def __post_init__(self) -> None:
         for option in declared_options(type(self)):
             value = getattr(self, option.name)
@@ -381,9 +401,12 @@ def config_from(
     """Return the configuration: given options, over a preset, over the fields' defaults.
 
     Raises:
-        ValueError: as in `Options`.
+        ValueError: as in `Options`, and for an option that has no effect, see `check_effect`.
     """
-    return config(**{**(preset or {}), **given(config, args)})
+    asked = given(config, args)
+    made = config(**{**(preset or {}), **asked})
+    made.check_effect(asked)
+    return made
 
 
 def shown(value: Any, words: Values | None = None) -> str:

@@ -50,6 +50,7 @@ from distlab.measure import (
 )
 from distlab.model import TransformerLM
 from distlab.model.ops import sources
+from distlab.options import Values
 from distlab.precision import DTYPES, autocast
 from distlab.report import NOISE, PEAK, ratio_column, row_named, text_column, with_ratios
 from distlab.train.step import compiled, loss_function
@@ -93,13 +94,15 @@ class ModelComparisonConfig(BenchOptions):
                     "--ways"
                 )
 
-    @classmethod
-    def check_given(cls, given: dict[str, Any]) -> None:
-        """Raise ValueError for ways of the Transformer together with `--layer`."""
-        if given.get("layer") and "ways" in given:
+    def check_effect(self, given: Values) -> None:
+        """Raise ValueError for options of the whole Transformer given together with `--layer`."""
+        super().check_effect(given)
+        of_transformer = ("ways", "layers", "vocab", "checkpointing")
+        idle = [name for name in of_transformer if name in given]
+        if self.layer and idle:
             raise ValueError(
-                "--ways are of the Transformer, and --layer has all of its own: leave one of them "
-                "out"
+                f"--{idle[0]} is of the whole Transformer, and this run is of one layer, in all of "
+                f"its ways: leave out --{idle[0]}, or --layer or its preset"
             )
 
 

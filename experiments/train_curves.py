@@ -43,6 +43,7 @@ from distlab.experiment import (
     option,
 )
 from distlab.measure import peak_memory
+from distlab.options import Values
 from distlab.parallel import STRATEGIES, strategies_on
 from distlab.report import PEAK, Panel, lines, overlaid
 from distlab.train.config import TrainConfig
@@ -109,6 +110,15 @@ class CurvesConfig(Options):
         # A wrong option of a strategy should raise here, and not after the curves before it.
         for strategy in self.strategies:
             self.training(strategy)
+
+    def check_effect(self, given: Values) -> None:
+        """Raise ValueError for strategies without the part that trains with them."""
+        super().check_effect(given)
+        if "strategies" in given and "curves" not in self.parts:
+            raise ValueError(
+                "--strategies has no effect without the part curves: add it to --parts, or leave "
+                "--strategies out"
+            )
 
     def compared(self) -> list[str]:
         """Return the strategies of the curves, the reference first."""

@@ -43,6 +43,7 @@ from launch.registry import ROOT, load, require_clone
 
 MANIFEST = ROOT / "records" / "manifest.toml"
 RUNS = Path("outputs/records")
+NO_LIMIT = float("inf")  # minutes, if none are given
 ROW_WIDTH = 34  # characters of a row's name in the report, so that a line has at most 100
 MOST_ROWS_NAMED = 3  # rows without a verdict that are named
 
@@ -203,6 +204,8 @@ def is_named(record: str, word: str, machine: str) -> bool:
 def main(arguments: Sequence[str]) -> int:
     """Measure a machine's records. Return 1 if a run failed, else 0."""
     args = parser().parse_args(arguments)
+    if args.minutes != NO_LIMIT and (args.list or args.moved is not None):
+        raise ValueError("--list and --moved measure nothing: leave --minutes out")
     require_clone()
     known = cases(args.machine)
     into = Path(args.into or MANIFEST.parent)
@@ -250,7 +253,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--minutes",
         type=float,
-        default=float("inf"),
+        default=NO_LIMIT,
         help="minutes to use: a run that would end later is not started",
     )
     found.add_argument("--into", metavar="FOLDER", help="folder for records [records/]")

@@ -20,7 +20,7 @@ import torch
 from distlab.comm import RankContext
 from distlab.comm.rank_process import run_rank
 from distlab.model.export import export
-from distlab.options import SEED, Options, config_from, option, parser_of
+from distlab.options import SEED, Options, config_from, given, option, parser_of
 from distlab.text import for_terminal
 from distlab.train.sample import generate, load_model, newest_usable
 
@@ -49,8 +49,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def sample(context: RankContext, args: SampleOptions) -> int:
-    if args.export is not None and args.prompt is not None:
-        raise ValueError("--export writes the model and draws nothing: leave --prompt out")
     stored = newest_usable(Path(args.run) / "checkpoints")
     model = load_model(stored, context)
     if args.export is not None:
@@ -109,6 +107,9 @@ def main(argv: list[str]) -> int:
     options = config_from(SampleOptions, args)
     if options.export is not None:
         check_export(options.export)
+        for name in ("prompt", "tokens", "temperature", "seed"):
+            if name in given(SampleOptions, args):
+                raise ValueError(f"--export writes the model and draws nothing: leave --{name} out")
     if options.prompt == "":
         raise ValueError("--prompt is empty: give at least one character to continue")
     return run_rank(

@@ -66,18 +66,28 @@ class ContentionOptions(Options):
         (),
         "for --contention: ways to send messages [all that this machine has]",
         choices=tuple(WAYS),
+        needs="contention",
     )
     megabytes: tuple[float, ...] = option(
-        (64.0, 256.0), "for --contention: MiB of a message", above=0
+        (64.0, 256.0), "for --contention: MiB of a message", above=0, needs="contention"
     )
     rounds: int = option(
-        5, "for --contention: number of rounds, over which medians are taken", minimum=2
+        5,
+        "for --contention: number of rounds, over which medians are taken",
+        minimum=2,
+        needs="contention",
     )
     least_ms: float = option(
-        50.0, "for --contention: ms of computation during messages, at least", above=0
+        50.0,
+        "for --contention: ms of computation during messages, at least",
+        above=0,
+        needs="contention",
     )
     matrix: int = option(
-        4096, "for --contention: side of the matmul, in bf16, on a CPU in fp32", minimum=1
+        4096,
+        "for --contention: side of the matmul, in bf16, on a CPU in fp32",
+        minimum=1,
+        needs="contention",
     )
 
     def ways_on(self, backend: str) -> tuple[str, ...]:

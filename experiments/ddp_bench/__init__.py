@@ -80,6 +80,7 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
         None,
         "GiB of a rank while your wrapper is tried [its part of the free memory]",
         above=0,
+        needs="wraps",
     )
     check_steps: int = option(2, "steps of the comparison with one process, 0 for none", minimum=0)
     profile_steps: int = option(
@@ -93,8 +94,6 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
         layouts = map(Layout.parse, given.get("layouts", ()))
         if "micro_batches" in given and not any(layout.pipeline > 1 for layout in layouts):
             raise ValueError("--micro-batches is for rows with a pipeline: add --layouts pp2")
-        if "wrap_memory_gib" in given and "wraps" not in given:
-            raise ValueError("--wrap-memory-gib is for a wrapper of your own: add --wrap")
         if "bucket_sizes_mb" in given and "strategies" in given:
             check_buckets({"bucket_size_mb": given["bucket_sizes_mb"][0]}, given["strategies"])
 

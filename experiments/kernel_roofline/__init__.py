@@ -139,6 +139,18 @@ class RooflineConfig(Options):
                     f"--variants {variant}: it is not installed; pip install '{OPTIONAL[variant]}'"
                 )
 
+    def check_effect(self, given: Values) -> None:
+        """Raise ValueError for forms that no operation of the run has."""
+        super().check_effect(given)
+        operations = [case.operation for case in self.cases()]
+        existing = [form for form in VARIANTS if any(each.has(form) for each in operations)]
+        # Some of the forms may be missing: `--variants all` means those that exist.
+        if "variants" in given and not set(self.variants) & set(existing):
+            raise ValueError(
+                f"--variants {' '.join(self.variants)}: there is no such form of "
+                f"{' '.join(self.only or self.chain)}; choose among {', '.join(existing)}"
+            )
+
     def forms(self) -> list[str]:
         """Return the forms to time, a user's kernel also where a preset does not name it.
 

@@ -25,7 +25,7 @@ from tabulate import tabulate
 
 from distlab import hardware
 from distlab.model import config as model_config
-from distlab.options import Options, add_options, config_from, option, parser_of
+from distlab.options import Options, Values, add_options, config_from, option, parser_of
 from distlab.theory import fusion, gpu
 from distlab.theory.gpu import roofline
 from kernels import (
@@ -106,10 +106,19 @@ class Calculation(Options, ABC):
 class Specifications(Calculation):
     """What are the peaks and limits of each GPU?"""
 
+    gpu: str = option("all", "name of a GPU, or all", choices=("all", *GPUS))
+
+    def check_effect(self, given: Values) -> None:
+        """Raise ValueError for a dtype. The table has the peak of bf16."""
+        super().check_effect(given)
+        if "dtype" in given:
+            raise ValueError("gpus: --dtype has no effect, the table has bf16's peak: leave it out")
+
     def answer(self) -> Answer:
-        """Return the table of all GPUs."""
+        """Return the table of the GPUs."""
         rows = []
-        for spec in GPUS.values():
+        specs = list(GPUS.values()) if self.gpu == "all" else [self.spec]
+        for spec in specs:
             # Not every datasheet gives the L2's bandwidth.
             l2_bandwidth = spec.l2_bandwidth
             row = {
@@ -129,7 +138,7 @@ class Specifications(Calculation):
             }
             rows.append(row)
         table = tabulate(rows, headers="keys", missingval="n/a")
-        sources = "\n".join(f"{spec.name}: {spec.source}" for spec in GPUS.values())
+        sources = "\n".join(f"{spec.name}: {spec.source}" for spec in specs)
         return f"{table}\n\n{sources}", {"gpus": rows}
 
 

@@ -15,12 +15,14 @@ REFUSED = {
     "collectives --nproc 1 --backend gloo": (
         "one rank alone sends nothing: start two or more with --nproc"
     ),
+    "collectives --rounds 3": "--rounds has no effect without --contention",
     "collectives --nproc 3 --backend gloo --group-sizes 2 4": "group sizes (2, 4) on 3 rank",
     "collectives --nproc 2 --backend gloo --sizes 4096 1000000000000": "give smaller --sizes",
     "attention_steps --quick --length 200 --head-dims 64": "give a multiple of 128",
     "plan occupancy --threads 5000 --registers 32": "1 to 1024",
     "plan occupancy --threads 128": "occupancy: give registers",
-    "plan gpus --gpu RTX": "'RTX' is unknown; allowed: A100-40GB, A100",
+    "plan gpus --gpu RTX": "'RTX' is unknown; allowed: all, A100-40GB, A100",
+    "plan gpus --dtype fp32": "gpus: --dtype has no effect",
     "plan block --batch -4": "--batch: -4: give a whole number of at least 1",
     "plan kernel matmul 3": "matmul has no shape of 1 dimension(s); give three: M, K, N",
     "plan kernel rope 3": "rope has no shape of 1 dimension(s); give two or more",
@@ -33,7 +35,7 @@ REFUSED = {
     ),
     "ddp_bench --model resnet": "package.module:function",
     "ddp_bench --micro-batches 8": "--micro-batches is for rows with a pipeline",
-    "ddp_bench --wrap-memory-gib 3": "--wrap-memory-gib is for a wrapper of your own",
+    "ddp_bench --wrap-memory-gib 3": "--wrap-memory-gib has no effect without --wrap: add",
     "ddp_bench --strategies local naive --bucket-size-mb none 4": "--bucket-size-mb none is for",
     "ddp_bench --strategies local torch-ddp --layouts tp2": "cannot be combined with it; add fsdp",
     "memory_breakdown --strategies fsdp --bucket-size-mb 100": "fsdp has none: leave it out",
@@ -43,13 +45,17 @@ REFUSED = {
     "ir softmix": "give MODULE or MODULE.KERNEL of elementwise",
     "kernel_roofline --quick --chain norm": "'norm' is unknown",
     "kernel_roofline --quick --only nothing": "choose among",
+    "kernel_roofline --quick --only matmul --variants liger": (
+        "there is no such form of matmul; choose among ours, builtin"
+    ),
     "kernel_roofline --quick --only add --chain add": "give one of them",
     "long_context --scale 2": "scale='2': give a fraction above 0 and at most 1, such as 1/8",
     "long_context --scale a/b": "scale='a/b': give a fraction",
     "long_context --rows fsdp3": (
         "'fsdp3' is unknown (did you mean fsdp?); allowed: fsdp, fsdp blocks"
     ),
-    "model_comparison --quick --layer --ways torch": "--ways are of the Transformer",
+    "model_comparison --quick --layer --ways torch": "--ways is of the whole Transformer",
+    "model_comparison --quick --layer --layers 3": "--layers is of the whole Transformer",
     "model_benchmark --checkpointing every-0": "choose none, block, every-K",
     "model_benchmark --steps 2": "at least 3",
     "plan --devices h99:8": "device 'h99' is unknown; choose one of",
@@ -86,6 +92,9 @@ REFUSED = {
     "plan --timeline --recomputation qkv:3": "add up to the 50 blocks",
     "plan --timeline --strategies hsdp --devices h100:16 --group 3": (
         "groups of 3 do not divide 16 ranks"
+    ),
+    "train_curves --quick --parts muon --strategies fsdp": (
+        "--strategies has no effect without the part curves"
     ),
     "gpu_lessons --quick --elements 5000": "give a power of two",
 }

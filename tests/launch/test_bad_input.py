@@ -145,6 +145,12 @@ MISTAKES = {
         ("run --temperature nan", "--temperature: nan: give a finite number of at least 0"),
         ("run --tokens -5", "--tokens: -5: give a whole number of at least 0"),
         ("run --prompt ", "--prompt is empty: give at least one character"),
+        ("run --export llama --seed 3", "--export writes the model and draws nothing: leave --seed"),
+        ("run --export llama --prompt a", "draws nothing: leave --prompt out"),
+    ],
+    "records": [
+        ("--machine cpu --list --minutes 3", "--list and --moved measure nothing: leave --minutes"),
+        ("--machine cpu --moved HEAD --minutes 3", "measure nothing: leave --minutes out"),
     ],
     "train": [
         ("--log-every 0", "--log-every: 0: give a whole number of at least 1"),
