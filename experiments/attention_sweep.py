@@ -144,6 +144,7 @@ class AttentionSweepConfig(Options):
     yours: str | None = option(
         None, "your own function of (q, k, v[, is_causal]), my_kernels:attention, as one more row"
     )
+    forward: bool = option(False, "time the forward alone of your own function", needs="yours")
     rounds: int = option(7, "interleaved rounds", minimum=3)
     warm: int = option(0, "processes that compile everything before the timing", minimum=0)
 
@@ -169,7 +170,9 @@ class AttentionSweepConfig(Options):
             return build(variant, shape, device)
         # The operation adapts the user's signature, such as a missing dimension of heads.
         operation = OPERATIONS["causal_attention" if shape.causal else "attention"]
-        return call_of(factory_of(self.yours, "--yours"), operation)
+        call = call_of(factory_of(self.yours, "--yours"), operation)
+        # Without gradients it is a function that has no backward.
+        return torch.no_grad()(call) if self.forward else call
 
 
 def both(fn: Attention, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:

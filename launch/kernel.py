@@ -54,7 +54,7 @@ class KernelOptions(Options):
         "", "your kernel: package.module:function, looked up in this folder first", positional=True
     )
     operation: str = option("", "operation that it claims to be, see --list", flag="--as")
-    forward: bool = option(False, "examine the forward alone")
+    forward: bool = option(False, "examine and time the forward alone")
     count: int = option(40, "random inputs, in addition to about 60 chosen ones", minimum=0)
     seconds: float = option(120.0, "seconds after which no further input is tried", above=0)
     case_seconds: float = option(30.0, "seconds for one input", above=0)
@@ -132,7 +132,14 @@ def examine_and_time(options: KernelOptions, device: str, folder: Path) -> int:
             timing = Timing(problem=f"not timed: it {fatal[0]}")
         else:
             progress("timing")
-            timing = timed(options.kernel, options.operation, device, options.out, folder.name)
+            timing = timed(
+                options.kernel,
+                options.operation,
+                device,
+                options.out,
+                folder.name,
+                forward=options.forward,
+            )
     progress.close()
     # The page is written before anything is printed, since it must exist if the terminal goes away.
     # If it cannot be written, the results are printed first.

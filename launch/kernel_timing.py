@@ -59,7 +59,9 @@ class Timing:
         return [line for line in found if line.startswith(("Yours", "WRONG: yours"))]
 
 
-def timed(kernel: str, operation: str, device: str, out: str, name: str) -> Timing:
+def timed(
+    kernel: str, operation: str, device: str, out: str, name: str, *, forward: bool = False
+) -> Timing:
     """Time a kernel next to ours and to its peers, in a run of its own.
 
     Args:
@@ -68,12 +70,15 @@ def timed(kernel: str, operation: str, device: str, out: str, name: str) -> Timi
         device: `cuda` or `cpu`, which takes small sizes.
         out: folder of all results.
         name: name of the run.
+        forward: True to time the forward alone.
     """
     experiment, options = options_for(operation, device)
     # -P: a launch.py in the user's folder must not be taken for ours.
     command = [sys.executable, "-P", "-m", "launch", "run", experiment, *options]
     command += ["--yours", kernel, "--device", device, "--out", out, "--name", name]
     command += ["--fresh", "--json"]
+    if forward:
+        command.append("--forward")
     # The experiment must find the user's kernel wherever this process did.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if device == "cpu":

@@ -99,6 +99,7 @@ class RooflineConfig(Options):
     yours: str | None = option(
         None, "your own kernel, my_kernels:rms_norm, as one more form of the operation of --only"
     )
+    forward: bool = option(False, "time the forward alone, of losses as well")
     variants: tuple[str, ...] = option(VARIANTS[:-1], "forms to time", choices=VARIANTS[:-1])
     repeat_ms: int = option(60, "ms of device time per number", minimum=1)
     rounds: int = option(
@@ -161,6 +162,10 @@ class RooflineConfig(Options):
             form for form in dict.fromkeys(wanted) if form not in OPTIONAL or is_installed(form)
         ]
 
+    def directions(self, case: Case) -> tuple[str, ...]:
+        """Return what is timed of an operation: "fwd", "bwd" or "both", the two in one call."""
+        return ("fwd",) if self.forward else case.operation.directions
+
     def cases(self) -> list[Case]:
         """Return the operations and chains of the run, in each of their sizes."""
         yours = None if self.yours is None else kernel_of(self.yours)
@@ -211,7 +216,7 @@ def measure(config: RooflineConfig, context: RankContext, run: Run) -> None:
     # Ceilings are measured in this process, because clocks differ from run to run.
     limits = ceilings(device, config.repeat_ms)
     for case, direction in [
-        (each, way) for each in config.cases() for way in each.operation.directions
+        (each, way) for each in config.cases() for way in config.directions(each)
     ]:
         known = {"label": case.label, "direction": direction}
         # Only what an interrupted run of this name has not measured yet.

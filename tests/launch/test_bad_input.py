@@ -145,7 +145,10 @@ MISTAKES = {
         ("run --temperature nan", "--temperature: nan: give a finite number of at least 0"),
         ("run --tokens -5", "--tokens: -5: give a whole number of at least 0"),
         ("run --prompt ", "--prompt is empty: give at least one character"),
-        ("run --export llama --seed 3", "--export writes the model and draws nothing: leave --seed"),
+        (
+            "run --export llama --seed 3",
+            "--export writes the model and draws nothing: leave --seed",
+        ),
         ("run --export llama --prompt a", "draws nothing: leave --prompt out"),
     ],
     "records": [
