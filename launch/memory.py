@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     if earlier is not None:
         # Names in a snapshot are anyone's, and may hold what a terminal would obey.
         print(f"{for_terminal(difference(earlier, found))}\n")
-    records = records_of(found, for_terminal(Path(options.snapshot).name))
+    records = records_of(found, for_terminal(Path(options.snapshot).name), earlier)
     with new_folder(options.out, NAME) as folder:
         page = write(page_view(found), records, folder)
     refresh_index(options.out)

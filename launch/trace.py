@@ -21,7 +21,7 @@ from distlab.report import write
 from distlab.report.terminal import highlighted, short_table
 from distlab.runs import new_folder
 from distlab.trace import Explanation, explain_traces
-from distlab.trace.page import against, changed_causes, page_view, records_of
+from distlab.trace.page import against, changed, changed_causes, page_view, records_of
 from launch.kernel import Progress
 from launch.runs import refresh_index
 
@@ -89,11 +89,11 @@ def main(arguments: Sequence[str]) -> int:
         # The account above has means, which one long step raises.
         print("What changed in the median step (above: means over the steps):\n")
         print(f"{short_table(view, rows)}\n")
-        for line in [*view.findings_of(rows), *changed_causes(old, new)]:
+        for line in changed(old, new):
             print(highlighted(line))
-    records = records_of(new)
+    records = records_of(new, old)
     with new_folder(options.out, "trace") as folder:
-        page = write(page_view(new), records, folder)
+        page = write(page_view(new, old), records, folder)
     refresh_index(options.out)
     print(f"report: {page}")
     return 0

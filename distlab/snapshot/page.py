@@ -1,5 +1,6 @@
 """Records and the view of an explanation, for `report.html`."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from distlab.report import Column, Panel, Record, Records, Series, View, lines, text_column
 from distlab.report.provenance import command
 from distlab.snapshot.purposes import PURPOSES
-from distlab.snapshot.report import MIB, DeviceExplanation, Explanation, size_text
+from distlab.snapshot.report import MIB, DeviceExplanation, Explanation, changes, size_text
 from distlab.text import for_terminal
 
 NAME = "memory"
@@ -15,24 +16,43 @@ FINDINGS = "findings"
 BY_PURPOSE, BY_LINE = "held at the peak, by purpose", "held at the peak, by line"
 UNUSED = "reserved and not used when the snapshot was taken, by kind"
 GROWTH = "memory grows at"
+CHANGES = "changes since the earlier snapshot, at the peak"
 PAGE_LINES = 50  # most rows of a table; `--json` prints all
 SLICES = 2000  # most points of a line in the picture
 
 
-def records_of(explanation: Explanation, snapshot: str) -> list[Record]:
+def records_of(
+    explanation: Explanation, snapshot: str, earlier: Explanation | None = None
+) -> list[Record]:
     """Return the rows of all tables of the page.
 
     Args:
+        explanation: explanation of the snapshot.
         snapshot: name of the file.
+        earlier: explanation of an earlier snapshot, for a table of what changed.
     """
     environment = {"device_name": "GPU", "command": command()}
     found = []
+
+    def add(device: int, part: str, variant: str, metrics: dict[str, Any]) -> None:
+        config = {"snapshot": snapshot, "part": f"device {device}: {part}"}
+        # A name in a stack may hold anything, also characters that no file in UTF-8 can have.
+        found.append(Record(NAME, for_terminal(variant), config, metrics, environment, None))
+
     for device in explanation.devices:
         for part, variant, metrics in _rows(device):
-            config = {"snapshot": snapshot, "part": f"device {device.device}: {part}"}
-            # A name in a stack may hold anything, also characters that no file in UTF-8 can have.
-            name = for_terminal(variant)
-            found.append(Record(NAME, name, config, metrics, environment, None))
+            add(device.device, part, variant, metrics)
+    line_count: Counter[int] = Counter()  # device → number of its lines so far
+    for change in [] if earlier is None else changes(earlier, explanation):
+        line_count[change.device] += change.of == "line"
+        if line_count[change.device] > PAGE_LINES:
+            continue
+        metrics = {
+            "before_bytes": change.before_bytes,
+            "after_bytes": change.after_bytes,
+            "changed_bytes": change.bytes,
+        }
+        add(change.device, CHANGES, change.name, metrics)
     return found
 
 
@@ -98,6 +118,9 @@ def page_view(explanation: Explanation) -> View:
             Column("metrics.times", "times", ",d"),
             Column("metrics.bytes_per_time", "MiB each time", ",.2f", scale=1 / MIB),
             text_column("metrics.text", "what to do"),
+            Column("metrics.before_bytes", "MiB before", ",.1f", scale=1 / MIB),
+            Column("metrics.after_bytes", "MiB after", ",.1f", scale=1 / MIB),
+            Column("metrics.changed_bytes", "change, MiB", "+,.1f", scale=1 / MIB),
         ],
         headline=lambda records: "; ".join(device.summary() for device in explanation.devices),
         findings=lambda records: [for_terminal(device.advice()) for device in explanation.devices],

@@ -18,12 +18,18 @@ NAME = "trace"
 ACCOUNT, CAUSES = "where the time of a step goes", "why"
 COLLECTIVES, GROUPS = "the most exposed collectives", "communication by process group"
 KERNELS = "kernels (operators) of the first rank"
+CHANGES = "what changed in the median step"
 # A part of a step below this is absent. Its ratio to another run would mean nothing.
 _ABSENT_MS = 1e-3
 
 
-def records_of(explanation: Explanation) -> list[Record]:
-    """Return the rows of all tables of the page."""
+def records_of(explanation: Explanation, old: Explanation | None = None) -> list[Record]:
+    """Return the rows of all tables of the page.
+
+    Args:
+        explanation: explanation of the run.
+        old: explanation of an older run, for a table of what changed.
+    """
     environment = {"device_name": _device(explanation), "command": command()}
     found = []
 
@@ -53,11 +59,20 @@ def records_of(explanation: Explanation) -> list[Record]:
         add(GROUPS, f"{group.operation} in group {group.group}", metrics)
     for kernel in explanation.kernels():
         add(KERNELS, kernel.name[:100], {"ms": kernel.ms, "count": kernel.count})
+    if old is not None:
+        rows, _ = against(old, explanation)
+        for row in rows:
+            metrics = {f"change_{name}": value for name, value in row.metrics.items()}
+            add(CHANGES, row.variant, metrics)
     return found
 
 
-def page_view(explanation: Explanation) -> View:
-    """Return the view that shows `records_of`, with the timeline of the longest step."""
+def page_view(explanation: Explanation, old: Explanation | None = None) -> View:
+    """Return the view that shows `records_of`, with the timeline of the longest step.
+
+    Args:
+        explanation, old: as for `records_of`.
+    """
     number, rows = explanation.worst()
 
     def draw(records: Sequence[Record], path: Path) -> None:
@@ -65,6 +80,8 @@ def page_view(explanation: Explanation) -> View:
 
     large = [finding.sentence for finding in explanation.findings if finding.is_large]
     sentences = large[:5] or [explanation.first]
+    if old is not None:
+        sentences = [*changed(old, explanation), *sentences]
     return View(
         name=NAME,
         question="Where does the time of a step go, and why?",
@@ -85,13 +102,21 @@ def page_view(explanation: Explanation) -> View:
             Column("metrics.bus_gb_per_s", "bus GB/s", ".2f"),
             text_column("metrics.cause", "cause"),
             text_column("metrics.mostly", "mostly"),
+            Column("metrics.change_run_0", "ms before", ".2f"),
+            Column("metrics.change_run_1", "ms now", ".2f"),
+            Column("metrics.change_difference_pct", "difference %", "+.1f"),
+            Column("metrics.change_low_pct", "from (95 %)", "+.1f"),
+            Column("metrics.change_high_pct", "to", "+.1f"),
+            Column("metrics.change_noise_pct", "noise %", ".1f"),
+            text_column("metrics.change_verdict", "verdict"),
         ],
         headline=lambda records: explanation.summary,
         findings=lambda records: [*sentences, *(f"({note})" for note in explanation.notes)],
         parted_by="config.part",
         pictures={"timeline.png": draw},
         reading="Compute, optimizer, exposed communication, copies and idle time add up to the "
-        "step. All are means over the traced steps. Communication is exposed while nothing "
+        "step. All are means over the traced steps, but what changed is of the medians. "
+        "Communication is exposed while nothing "
         "computes. A cause is that of the rank on which it takes longest. "
         "docs/learn/your_trace.md explains the causes.",
         prediction="None: this accounts for what was traced.",
@@ -118,6 +143,12 @@ def against(old: Explanation, new: Explanation) -> tuple[list[Record], View]:
     # Not `compare.findings`: the rows are parts of one step. If all of them moved, the step has
     # changed, and that does not tell of the machine.
     return rows, replace(view_of(runs, rows[0].config["metric"]), findings=verdicts)
+
+
+def changed(old: Explanation, new: Explanation) -> list[str]:
+    """Return the sentences on what changed: parts of the median step, and large causes."""
+    rows, view = against(old, new)
+    return [*view.findings_of(rows), *changed_causes(old, new)]
 
 
 def changed_causes(old: Explanation, new: Explanation) -> list[str]:

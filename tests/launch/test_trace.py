@@ -32,6 +32,8 @@ def test_the_sentence_to_act_on_comes_first_and_a_page_is_written(runs, tmp_path
     (page,) = out.glob("trace/*/report.html")
     assert "straggler" in page.read_text() and (page.parent / "timeline.png").exists()
     assert "the command was not recorded" not in page.read_text()
+    assert "New cause: straggler" in page.read_text()
+    assert "what changed in the median step</h3>" in page.read_text()
     assert "; straggler, 6.00 ms per step (20 %)</li>" in (out / "index.html").read_text()
 
 

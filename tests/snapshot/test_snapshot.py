@@ -12,6 +12,7 @@ from distlab.snapshot import explain, read_snapshot
 from distlab.snapshot.page import (
     BY_LINE,
     BY_PURPOSE,
+    CHANGES,
     FINDINGS,
     GROWTH,
     SLICES,
@@ -178,6 +179,7 @@ def test_the_command_reads_gzip_and_compares(tmp_path, capsys):
     assert max(map(len, lines)) <= 100
     (page,) = out.glob("memory/*/report.html")
     assert last == f"report: {page}"
+    assert CHANGES in page.read_text() and "+50.0" in page.read_text()
     assert "Memory grows at me/train.py:42" in (out / "index.html").read_text()
 
 
