@@ -238,7 +238,7 @@ def predict(case: Case) -> Prediction:
         # logits.
         tokens = case.batch * case.model.context_length
         largest = FP32 * tokens * case.model.vocab_size // case.layout.ranks
-    dtype_peak = case.cluster.gpu.peak["tf32" if case.dtype == "fp32" else case.dtype]
+    dtype_peak = case.cluster.gpu.peak[case.dtype]
     # The batch is that of all GPUs that share a model. MFU is that of one GPU.
     flops = step_flops(**case.model.sizes(case.batch * case.micro_batches)) / case.layout.ranks
     return Prediction(

@@ -623,14 +623,14 @@ def power_share(spec: GPUSpec) -> float:
 
 def _device(spec: GPUSpec, dtype: str, attention: str, head_dim: int) -> DeviceModel:
     """Return the model of a device: its datasheet's peaks times the shares above."""
-    peak_dtype = "tf32" if dtype == "fp32" else dtype  # fp32 matmuls run in TF32
     _check_known("attention", attention, ATTENTION_SHARE, spec)
-    _check_known("dtype", peak_dtype, spec.peak, spec)
+    _check_known("dtype", dtype, spec.peak, spec)
     # The datasheet has no architecture. Hopper is the first with 228 KiB of shared memory per SM.
     is_hopper = spec.shared_memory_per_sm >= 228 * 1024
     shares = ATTENTION_SHARE[attention if is_hopper else "cudnn"]
     attention_share = shares[128 if head_dim >= 128 else 64]
-    peak = spec.peak[peak_dtype]
+    # That of fp32 is of the cores for fp32: torch uses TF32 only if it is told to.
+    peak = spec.peak[dtype]
     return DeviceModel(
         flops_per_s=peak * FLOPS_SHARE * power_share(spec),
         bytes_per_s=spec.hbm_bandwidth * MEMORY_SHARE,

@@ -340,8 +340,8 @@ def _step(
 
     Times of the step and its parts are in seconds, FLOPs are those of one rank.
     """
-    # Tensor cores multiply fp32 as TF32, so that is the peak.
-    peak = config.gpu().peak["tf32" if config.dtype == "fp32" else config.dtype]
+    # torch multiplies fp32 outside of the tensor cores, unless it is told to use TF32.
+    peak = config.gpu().peak[config.dtype]
     return {
         "predicted_step_ms": 1e3 * step,
         "predicted_overhead_ms": 1e3 * overhead,

@@ -19,7 +19,7 @@ def measure_timeline(config: PlanConfig, run: Run) -> None:
     model, machine = config.shape(), config.machine()
     gpu, ranks = config.fleet()
     flops = step_flops(**model.sizes(config.per_rank))
-    peak = gpu.peak["tf32" if config.dtype == "fp32" else config.dtype]
+    peak = gpu.peak[config.dtype]
     lanes = {}
     for strategy in config.strategies:
         run.progress(f"simulating {strategy} on {ranks} ranks")

@@ -187,7 +187,7 @@ def every_row(context, check, rows):
     for row in rows:
         group = context.group
         if context.backend == "gloo":
-            group = torch.distributed.new_group(timeout=timedelta(seconds=6))
+            group = torch.distributed.new_group(timeout=timedelta(seconds=context.timeout_s))
         try:
             check(replace(context, group=group), *row)
         except Exception:

@@ -196,6 +196,19 @@ def test_measured_steps_of_a_long_context(ops, keep, compiled, milliseconds):
     assert 1e3 * found.step == pytest.approx(milliseconds, rel=0.1)
 
 
+@pytest.mark.parametrize("size", ["medium", "large", "xl"])
+def test_measured_steps_in_fp32(size):
+    """Without TF32, which torch does not use unless it is told to. Within 10 %."""
+    (record,) = [
+        record
+        for record in read_json(RECORDS.parent / "model_benchmark" / "h200-sizes.json")
+        if record.variant == f"{size}, fp32, step"
+    ]
+    step = PlannedStep(preset(size, context_length=512), 4, "local", "fp32")
+    found = step_time(step, H200_SXM, 1)
+    assert 1e3 * found.step == pytest.approx(record.metrics["step_p50_ms"], rel=0.1)
+
+
 def test_machines():
     machine = machine_of(H100_SXM, link="pcie", between="eth-100g", devices_per_node=4)
     assert machine.network.inside_bytes_per_s < 64e9
