@@ -258,7 +258,10 @@ def gradient_target(weight: Tensor) -> Tensor | None:
     if weight.grad is not None and not hasattr(weight.grad, "stands_in"):
         return None
     target = weight.__dict__.pop("gradient_target", None)
-    return target() if callable(target) else target
+    if callable(target):
+        return target()
+    # A parameter that was copied or loaded has an empty size in its place (`parallel.bucketed`).
+    return target if isinstance(target, Tensor) else None
 
 
 class _CastLinear(torch.autograd.Function):

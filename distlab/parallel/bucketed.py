@@ -464,7 +464,8 @@ class GradientBucket:
 class _Target:
     """Returns the place of a gradient in its bucket, when that is computed.
 
-    A copy of the parameter, and a file that it is saved to, have None instead.
+    A copy of the parameter, and a file that it is saved to, have an empty `torch.Size` instead,
+    which `torch.load` accepts. It offers no place.
     """
 
     def __init__(self, bucket: GradientBucket, position: int):
@@ -476,7 +477,7 @@ class _Target:
         return None if bucket is None else bucket.place_for(self._position)
 
     def __reduce__(self) -> Any:
-        return type(None), ()
+        return torch.Size, ()
 
 
 def withdraw_targets(parameters: Sequence[nn.Parameter]) -> None:

@@ -275,8 +275,8 @@ class StaysAsWrapped(AnswersTorchNames):
                 raise TypeError(
                     f"{type(self).__name__} cannot change '{name}' from {_kind_of(tensor)} to "
                     f"{_kind_of(after)}: move or cast the module before wrapping it (to do so now, "
-                    "close() this wrapper, change its .module and wrap that again); for the dtype "
-                    f"of the computation {computes}"
+                    "close() this wrapper, change its .module, wrap that again and build the "
+                    f"optimizer anew); for the dtype of the computation {computes}"
                 )
         return self
 
@@ -331,6 +331,21 @@ def check_loads(module: nn.Module, named: Named) -> RemovableHandle:
 # -- gradient --------------------------------------------------------------------------------------
 
 
+def check_not_taken(name: str, gradient: Tensor | None) -> None:
+    """Check that no hook of the user's has taken a gradient away before it could be averaged.
+
+    Raises:
+        RuntimeError: one has.
+    """
+    if gradient is None:
+        raise RuntimeError(
+            f"the gradient of '{name}' was dropped by a hook that was registered before wrapping, "
+            "before it could be averaged over the ranks (an optimizer inside backward does so): "
+            "step after finish_gradient_synchronization(), or use no_sync() for gradients of this "
+            "rank alone"
+        )
+
+
 def check_gradient(name: str, gradient: Tensor, *, is_ready: bool, has_left: bool) -> None:
     """Check a gradient that backward has just made and that is to be averaged.
 
@@ -358,7 +373,8 @@ def check_gradient(name: str, gradient: Tensor, *, is_ready: bool, has_left: boo
     if is_ready:
         raise RuntimeError(
             f"the gradient of '{name}' became ready twice: call finish_gradient_synchronization() "
-            "after each synchronised backward (or, to skip the step, zero_grad(set_to_none=True)), "
+            "after each synchronised backward (or, to skip the step, zero_grad(set_to_none=True) "
+            "before the next backward), "
             "use no_sync() to accumulate, and checkpoint activations with use_reentrant=False "
             "where a parameter is used in several checkpointed blocks"
         )
@@ -380,8 +396,8 @@ def check_same_kind(gradient: Tensor, place: Tensor) -> None:
         raise TypeError(
             f"a gradient of shape {tuple(gradient.shape)} is {_kind_of(gradient)}, and was "
             f"{_kind_of(place)} when the module was wrapped: move or cast the module before "
-            "wrapping it (to do so now, close() the wrapper, change its .module and wrap that "
-            "again); for the dtype of the computation use torch.autocast"
+            "wrapping it (to do so now, close() the wrapper, change its .module, wrap that again "
+            "and build the optimizer anew); for the dtype of the computation use torch.autocast"
         )
 
 
@@ -433,7 +449,8 @@ def _joined(module: nn.Module, joined: nn.Parameter, frozen: Named) -> ValueErro
     if any(joined is parameter for _, parameter in frozen):
         return ValueError(
             f"'{name}' was frozen when the module was wrapped and requires a gradient now, which "
-            "would not be averaged: close() this wrapper and wrap the module again"
+            "would not be averaged: close() this wrapper, wrap the module again, and build the "
+            "optimizer anew"
         )
     return ValueError(
         f"'{name}' is trained now and was not when the module was wrapped (a layer was replaced, "
@@ -541,6 +558,19 @@ def check_optimizer_of_parts(optimizer: Optimizer | None, expected: Optimizer | 
             "with the ZeroOptimizer that was made last for this wrapper, not with "
             f"{type(optimizer).__name__}; for another optimizer close() the wrapper and wrap the "
             "module again"
+        )
+
+
+def check_open(is_closed: bool) -> None:
+    """Check that the wrapper whose slices an optimizer steps is not closed.
+
+    Raises:
+        RuntimeError: it is. Its buckets have the gradients of an earlier step.
+    """
+    if is_closed:
+        raise RuntimeError(
+            "the wrapper of this ZeroOptimizer was closed, so no gradients arrive in its buckets: "
+            "build another ZeroOptimizer over the wrapper that you train now"
         )
 
 
@@ -675,6 +705,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"this {type(optimizer).__name__} holds parameters that FSDP has replaced by shards: "
             "wrap first, then build the optimizer over fsdp.parameters()"
         )
+    if any(hasattr(parameter, "shard_of_closed") for parameter in held):
+        refuse_closed(optimizer)
     if any(NOTED_RANK in group for group in optimizer.param_groups):
         from distlab.parallel.state_dicts import check_loaded
 
@@ -682,6 +714,21 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for wrapper, watched in list(_watched.items()):
         if any(id(parameter) in watched.ids for parameter in held):
             wrapper.check_step(optimizer)
+
+
+def mark_closed(shards: Iterable[nn.Parameter]) -> None:
+    """Mark shards that no module reads any more, so that no optimizer steps them silently."""
+    for shard in shards:
+        shard.shard_of_closed = True
+
+
+def refuse_closed(optimizer: Optimizer, *args: Any) -> NoReturn:
+    """Raise RuntimeError for an optimizer that is about to step shards of a closed wrapper."""
+    raise RuntimeError(
+        f"this {type(optimizer).__name__} holds shards of an FSDP wrapper that was closed, and no "
+        "module reads them any more: build another optimizer, over the parameters of the module or "
+        "of the new wrapper"
+    )
 
 
 def _install() -> None:
@@ -1011,7 +1058,8 @@ def check_owned(owned: Iterable[tuple[str, nn.Module, str, nn.Parameter]]) -> No
             raise RuntimeError(
                 f"FSDP: '{name}' is another parameter than when the module was wrapped "
                 "(functional_call, a layer tied or replaced), and forward would not compute with "
-                "it: close() this wrapper, change the module and wrap it again; "
+                "it: close() this wrapper, change the module, wrap it again and build the "
+                "optimizer anew; "
                 "load_full_state_dict() takes other values"
             )
 
@@ -1047,7 +1095,8 @@ def check_still_trained(trained: Iterable[tuple[str, nn.Parameter, bool]]) -> No
         if shard.requires_grad != was_trained:
             raise ValueError(
                 f"requires_grad of '{name}' changed after wrapping, which would not reach its "
-                "unit: close() this wrapper, change it, and wrap the module again"
+                "unit: close() this wrapper, change it, wrap the module again, and build the "
+                "optimizer anew"
             )
 
 

@@ -95,6 +95,7 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         trainable: the same parameters without names. Their positions are the indices of the plan.
         frozen: the other parameters, with names.
         step: state of the step.
+        is_closed: True after `close()`.
 
     Raises:
         TypeError: a mesh that is not a DeviceMesh.
@@ -114,6 +115,7 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
     ):
         super().__init__()
         self.module, self.mesh = module, mesh
+        self.is_closed = False
         self._two_level = None
         if mesh is None:
             self.process_group = collectives.resolve_group(process_group)
@@ -192,9 +194,16 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         if ddp is None:
             return  # the wrapper was dropped
         step, name = ddp.step, ddp.named[index][0]
+        if step.phase is Phase.ENDED and ddp._was_dropped():
+            # The step before was skipped, and its gradients were dropped after this forward.
+            gradient = parameter.grad
+            ddp._recover()
+            parameter.grad = gradient
         if ddp.shards_gradients:
             checks.check_not_accumulated(name, parameter.grad, type(ddp.module).__name__)
-        if ddp._accumulates or parameter.grad is None:
+        if not ddp._accumulates:
+            checks.check_not_taken(name, parameter.grad)
+        if ddp._accumulates:
             step.accumulated.add(index)
             return  # inside no_sync(): the next backward outside it sends the sum
         checks.check_gradient(
@@ -238,13 +247,22 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
 
     def _backward_was_lost(self) -> bool:
         """Return whether a backward has raised, or its gradients were dropped to skip a step."""
-        step = self.step
-        lost = step.phase is Phase.BACKWARD
-        if step.phase is Phase.ENDED:
-            gradients = [self.trainable[index].grad for index in step.ready]
-            lost = bool(gradients) and all(gradient is None for gradient in gradients)
+        lost = self.step.phase is Phase.BACKWARD
+        if self.step.phase is Phase.ENDED:
+            lost = self._was_dropped()
         # A forward inside of a backward recomputes activations.
         return lost and torch._C._current_graph_task_id() == NO_BACKWARD
+
+    def _was_dropped(self) -> bool:
+        """Return whether no `.grad` is left of those that the last backward has made."""
+        ready = self.step.ready
+        return bool(ready) and all(
+            self.trainable[index].grad is not gradient for index, (gradient, _) in ready.items()
+        )
+
+    def _has_gradients(self) -> bool:
+        """Return whether there is a `.grad`, of whatever origin."""
+        return any(parameter.grad is not None for parameter in self.trainable)
 
     def _recover(self) -> None:
         """Complete the collectives of a lost backward and drop its gradients.
@@ -277,6 +295,9 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         if step.phase is Phase.IDLE and not self._gradients_were_set():
             if self.shards_gradients and not step.accumulated:
                 checks.check_not_set(self.named)
+            return
+        if step.phase is Phase.ENDED and self._was_dropped() and not self._has_gradients():
+            self._recover()  # zero_grad() after backward skips the step, on every rank
             return
         checks.check_unedited(self.named, step.ready)
         if len(_unfinished) > 1:
@@ -416,6 +437,7 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
 
         The module is as before, except that gradients may still be views of a bucket's memory.
         """
+        self.is_closed = True
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

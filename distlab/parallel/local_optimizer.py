@@ -6,7 +6,7 @@ ordinary optimizer over the whole model. Inside, another optimizer steps this ra
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -25,8 +25,8 @@ class LocalOptimizer(AnswersTorchNames, Optimizer, ABC):
 
     `param_groups` holds the model's parameters, so LR schedulers, `zero_grad` and the user's loops
     see an ordinary optimizer. `local` holds the same groups with this rank's share of them. A
-    subclass returns that share in `_share(group)`, and may note new parameters in
-    `_register(parameters)`.
+    subclass returns that share in `_share(group)`, and one parameter's share in
+    `_share_of(parameter)`. It may note new parameters in `_register(parameters)`.
 
     Args:
         params: parameters or groups of them.
@@ -58,8 +58,8 @@ class LocalOptimizer(AnswersTorchNames, Optimizer, ABC):
 
     @property
     def state(self) -> Any:
-        """State of the local optimizer, keyed by the tensors that it steps."""
-        return {} if self.local is None else self.local.state
+        """State of this rank's share, see `LocalState`."""
+        return {} if self.local is None else LocalState(self)
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -86,6 +86,13 @@ class LocalOptimizer(AnswersTorchNames, Optimizer, ABC):
 
     def _register(self, parameters: list[nn.Parameter]) -> None:
         """Note new parameters, before their share is asked for."""
+
+    @abstractmethod
+    def _share_of(self, parameter: Tensor) -> Tensor | None:
+        """Return the tensor that the local optimizer steps for a parameter of this optimizer.
+
+        None if other ranks step all of it. Raises KeyError for a tensor that is none of them.
+        """
 
     @abstractmethod
     def _share(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -116,6 +123,80 @@ class LocalOptimizer(AnswersTorchNames, Optimizer, ABC):
 
     def _held(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for group in self.param_groups]
+
+
+class LocalState(MutableMapping[Any, Any]):
+    """State of an optimizer's share, by parameter of the model.
+
+    It reads and changes the local optimizer's state. A parameter is found by the tensor of the
+    model, or by the tensor that the local optimizer steps, which is what iterating gives. Of a
+    parameter that other ranks step, this rank has an empty state, and changes to it have no effect.
+    So a loop over the model's parameters can run on every rank, for example one that logs or resets
+    states.
+
+    Args:
+        optimizer: optimizer whose state it is.
+    """
+
+    def __init__(self, optimizer: LocalOptimizer):
+        self._optimizer = optimizer
+
+    @property
+    def _held(self) -> Any:
+        # Not kept: loading gives the local optimizer another dictionary.
+        return self._optimizer.local.state
+
+    def _own(self, key: Any) -> Any:
+        """Return the key in the local optimizer's state, or None if other ranks have it."""
+        # Some optimizers keep state under keys that are no tensors.
+        if not isinstance(key, Tensor) or key in self._held:
+            return key
+        return self._optimizer._share_of(key)
+
+    def __getitem__(self, key: Any) -> Any:
+        own = self._own(key)
+        return {} if own is None else self._held[own]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        own = self._own(key)
+        if own is not None:
+            self._held[own] = value
+
+    def __delitem__(self, key: Any) -> None:
+        own = self._own(key)
+        if own is not None:
+            del self._held[own]
+
+    def __contains__(self, key: Any) -> bool:
+        # Mapping's own would ask __getitem__, which makes an entry.
+        try:
+            return self._own(key) in self._held
+        except KeyError:
+            return False
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the state of a parameter, or the default. It makes no entry."""
+        if key not in self:
+            return default
+        return self[key]
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Remove and return the state of a parameter. Without one, return the default."""
+        own = self._own(key)
+        return self._held.pop(own, *default) if own is not None else {}
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def clear(self) -> None:
+        """Remove the state of this rank's share."""
+        self._held.clear()
+
+    def __repr__(self) -> str:
+        return f"LocalState({dict(self._held)!r})"
 
 
 def stepped(model: ParallelModel, optimizer: Optimizer) -> list[Shard]:

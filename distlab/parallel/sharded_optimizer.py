@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
@@ -33,7 +33,8 @@ from distlab.parallel.state_dicts import refuse_other_shapes, refuse_shards
 class ShardedOptimizer(LocalOptimizer):
     """Any optimizer, its state divided among the ranks.
 
-    `param_groups` holds all parameters. `state` holds only the state of this rank's parameters.
+    `param_groups` holds all parameters. `state` holds only the state of this rank's parameters, and
+    is empty for all others.
 
     Args:
         params: parameters or groups of them, the same on every rank. The caller averages their
@@ -100,7 +101,8 @@ class ShardedOptimizer(LocalOptimizer):
         agree_on_call(self._group, call)
         self._copy_options_inwards()
         packed = super().state_dict()
-        mine = {number: to_cpu(state) for number, state in packed["state"].items()}
+        # A read of a parameter's state before its first step leaves an empty one.
+        mine = {number: to_cpu(state) for number, state in packed["state"].items() if state}
         state: dict[int, Any] = {}
         for state_of_rank in collectives.gather_objects(mine, self._group, collective(call)):
             state |= state_of_rank
@@ -161,6 +163,9 @@ class ShardedOptimizer(LocalOptimizer):
             rank = self._load.index(min(self._load))
             self._owner[parameter] = rank
             self._load[rank] += parameter.numel()
+
+    def _share_of(self, parameter: Tensor) -> Tensor | None:
+        return parameter if self._owner[parameter] == self._group.rank() else None
 
     def _share(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return the group with this rank's parameters. Some ranks' groups may be empty."""

@@ -150,8 +150,9 @@ class ZeroOptimizer(LocalOptimizer):
 
         Raises:
             RuntimeError: gradients were not finished, or edited since outside of
-                `elementwise_gradient_edits()`.
+                `elementwise_gradient_edits()`, or the wrapper was closed.
         """
+        checks.check_open(self._ddp.is_closed)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -205,9 +206,9 @@ class ZeroOptimizer(LocalOptimizer):
         self._copy_options_inwards()
         mine = {}
         for name, parameter in self._ddp.named:
-            tensor = self._slices.shard_of[parameter].tensor
-            if tensor in self.state:
-                mine[name] = to_cpu(self.state[tensor])
+            state = self.state.get(self._slices.shard_of[parameter].tensor)
+            if state:  # a read before the first step leaves an empty one
+                mine[name] = to_cpu(state)
         # Parts come in the order of ranks, which is that of the parameter's elements.
         parts: dict[str, list[dict[str, Any]]] = {}
         for states in collectives.gather_objects(mine, self._ddp.process_group, collective(call)):
@@ -251,6 +252,10 @@ class ZeroOptimizer(LocalOptimizer):
     def close(self) -> None:
         """Wait for the parameters and detach the hooks; the wrapper has its own `close()`."""
         self._slices.close()
+
+    def _share_of(self, parameter: Tensor) -> Tensor | None:
+        shard = self._slices.shard_of[parameter]
+        return shard.tensor if self._takes_shards or self.shards([shard]) else None
 
     def _share(self, group: dict[str, Any]) -> dict[str, Any]:
         shard_of = self._slices.shard_of

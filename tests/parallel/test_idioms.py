@@ -12,6 +12,7 @@ from torch import nn
 
 from distlab.comm import collectives
 from distlab.measure import CollectiveRecorder
+from distlab.model.ops import gradient_target
 from distlab.parallel import FSDP, BucketedDDP, get_strategy
 from tests.parallel.cases import drawn
 from tests.parallel.test_contract import on_two_ranks
@@ -185,6 +186,169 @@ def test_a_copy_of_the_wrapped_module_is_an_ordinary_module(context):
             TypeError, match=r"holds this rank's shards and cannot be copied, .*: take gather_full"
         ):
             duplicate(module)
+
+
+@on_two_ranks
+def test_parameters_that_were_saved_load_with_torch_s_defaults(context):
+    """A list or a dictionary of parameters, as of adapters."""
+    for kind in ("naive", "flat", "bucketed", "zero1", "zero2", "fsdp"):
+        made = wrapped(context, kind)
+        step(made[0], made, context, 0)
+        file = io.BytesIO()
+        torch.save(dict(made[0].module.named_parameters()), file)
+        file.seek(0)
+        for name, loaded in torch.load(file).items():
+            assert torch.equal(loaded, made[0].module.get_parameter(name))
+            assert gradient_target(loaded) is None
+
+
+# -- the optimizer's state -------------------------------------------------------------------------
+
+SHARDING = ("sharded-optimizer", "zero1", "zero2", "fsdp")
+
+
+def adam(context, kind):
+    return get_strategy(kind).build(net(), context.group, torch.optim.AdamW, {"lr": 0.1})
+
+
+@on_two_ranks
+def test_reading_the_state_of_every_parameter_changes_nothing(context):
+    """Reads of a state that another rank has left an empty one here, which was saved for it."""
+    expected = adam(context, "bucketed")
+    for number in range(4):
+        step(expected[0], expected, context, number)
+    for kind in SHARDING:
+        made = wrapper, optimizer = adam(context, kind)
+        for number in range(2):
+            for parameter in wrapper.parameters():
+                optimizer.state[parameter].get("exp_avg_sq")
+            step(wrapper, made, context, number)
+        for parameter in wrapper.parameters():
+            optimizer.state[parameter].get("exp_avg_sq")
+        if kind == "fsdp":
+            optimizer.load_state_dict(optimizer.state_dict())
+        else:
+            saved = optimizer.state_dict()
+            assert all(len(state) == 3 for state in saved["state"].values()), kind
+            optimizer.load_state_dict(saved)
+        for number in (2, 3):
+            step(wrapper, made, context, number)
+        torch.testing.assert_close(full(made), full(expected), msg=kind)
+
+
+def _pop(state, parameter):
+    state.pop(parameter, None)
+
+
+def _assign(state, parameter):
+    state[parameter] = {}
+
+
+def _delete(state, parameter):
+    if parameter in state:
+        del state[parameter]
+
+
+@on_two_ranks
+def test_the_state_of_one_parameter_is_reset_under_every_strategy(context):
+    for reset in (_pop, _assign, _delete):
+        results = {}
+        for kind in ("bucketed", *SHARDING):
+            made = wrapper, optimizer = adam(context, kind)
+            for number in range(3):
+                step(wrapper, made, context, number)
+                if number == 0:
+                    reset(optimizer.state, next(wrapper.parameters()))
+            results[kind] = full(made)
+        for kind in SHARDING:
+            torch.testing.assert_close(results[kind], results["bucketed"], msg=kind)
+
+
+@on_two_ranks
+def test_a_state_by_a_tensor_of_another_model_is_refused(context):
+    stranger = nn.Parameter(torch.ones(2))
+    for kind in ("sharded-optimizer", "zero1", "zero2"):
+        state = adam(context, kind)[1].state
+        assert stranger not in state and state.get(stranger) is None
+        with pytest.raises(KeyError):
+            state[stranger]
+
+
+# -- steps that are skipped ------------------------------------------------------------------------
+
+AVERAGING = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "zero2", "fsdp")
+
+
+@on_two_ranks
+def test_a_step_is_skipped_by_dropping_its_gradients_at_any_time(context):
+    """Before the next forward, between it and the next backward, or before finish."""
+
+    def trained(kind, skipped):
+        made = wrapper, optimizer = wrapped(context, kind)
+        loss = wrapper(drawn(90 + context.rank, 4, 6)).square().mean()
+        if skipped:
+            loss.backward()
+        if skipped == "before finish":
+            optimizer.zero_grad()
+            wrapper.finish_gradient_synchronization()
+            assert all(parameter.grad is None for parameter in wrapper.parameters())
+            optimizer.step()
+        if skipped == "before the forward":
+            optimizer.zero_grad()
+        for number in range(2):
+            loss = wrapper(drawn(10 * number + context.rank, 4, 6)).square().mean()
+            optimizer.zero_grad()  # torch's tutorial zeroes here
+            loss.backward()
+            wrapper.finish_gradient_synchronization()
+            optimizer.step()
+        return full(made)
+
+    for kind in AVERAGING:
+        expected = trained(kind, "")
+        for skipped in ("before the forward", "before the backward", "before finish"):
+            torch.testing.assert_close(trained(kind, skipped), expected, msg=f"{kind}: {skipped}")
+
+
+# -- wrapped again ---------------------------------------------------------------------------------
+
+
+@on_two_ranks
+def test_an_optimizer_of_a_closed_wrapper_does_not_step(context):
+    """It would step shards that no module reads, or by gradients of an earlier step."""
+    for kind in ("zero1", "zero2", "fsdp"):
+        for is_wrapped_again in (False, True):
+            made = wrapper, optimizer = wrapped(context, kind)
+            if not is_wrapped_again:
+                step(wrapper, made, context, 0)
+            wrapper.close()
+            module = wrapper.module
+            if is_wrapped_again:
+                again = get_strategy("fsdp" if kind == "fsdp" else "bucketed")
+                wrapper, right = again.build(module, context.group, torch.optim.SGD, {"lr": 0.5})
+                wrapper(torch.ones(2, 6)).square().mean().backward()
+                wrapper.finish_gradient_synchronization()
+            with pytest.raises(RuntimeError, match=r"closed.*: build another"):
+                optimizer.step()
+            if is_wrapped_again:
+                right.step()
+
+
+@on_two_ranks
+def test_an_optimizer_inside_backward_is_refused(context):
+    """Its hook takes the gradient before it is averaged: each rank would train its own model."""
+
+    def stepped_and_dropped(parameter):
+        with torch.no_grad():
+            parameter -= 0.1 * parameter.grad
+        parameter.grad = None
+
+    for kind in ("naive", "flat", "overlap", "bucketed", "zero1", "zero2"):
+        module = net()
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(stepped_and_dropped)
+        wrapper, _ = wrapped(context, kind, module)
+        with pytest.raises(RuntimeError, match=r"'2\.\w+' was dropped by a hook .*: step after"):
+            wrapper(torch.ones(2, 6)).square().mean().backward()
 
 
 # -- torch.compile ---------------------------------------------------------------------------------

@@ -83,7 +83,10 @@ def test_a_step_before_finish_raises_under_every_strategy(context):
                 wrapper.close()
                 for parameter in optimizer.param_groups[0]["params"]:
                     parameter.grad = torch.ones_like(parameter)
-                optimizer.step()  # of what were shards: nobody watches it any more
+                with pytest.raises(
+                    RuntimeError, match=r"shards of an FSDP wrapper .* closed.*build"
+                ):
+                    optimizer.step()  # of what were shards
 
 
 def backward_of(module):

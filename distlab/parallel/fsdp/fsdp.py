@@ -464,9 +464,12 @@ class FSDP(checks.StaysAsWrapped, ParallelModel):
         """
         full = self.gather_full_params() if restore else {}
         checks.release(self)
-        for handles in self._of_optimizers.values():
+        for optimizer, handles in self._of_optimizers.items():
             for handle in handles:
                 handle.remove()
+            optimizer.register_step_pre_hook(checks.refuse_closed)
+        # An optimizer that has not stepped yet has no hook, and is refused under the next wrapper.
+        checks.mark_closed(shard for _, shard in (*self._sharded, *self._vectors))
         if restore:
             self._runtime.reshard()  # may wait for communication
         self._runtime.close()
