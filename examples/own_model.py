@@ -2,7 +2,7 @@
 
     distlab run ddp_bench --model examples.own_model:build --batch 32
 
-trains it under every strategy, beside torch's own. What the three things may be:
+trains it under every strategy of this lab and of torch. The three objects are described in
 docs/learn/own_model.md.
 """
 

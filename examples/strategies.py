@@ -54,8 +54,7 @@ def mean_of(tensor: Tensor, group: ProcessGroup) -> dict[str, Any]:
     }
 
 
-# == Every rank keeps the whole model
-# ==================================================================================
+# -- Every rank keeps the whole model --------------------------------------------------------------
 class DataParallel(nn.Module):
     """Base of these strategies. Ranks start with rank 0's parameters.
 
@@ -152,7 +151,7 @@ class FlatDDP(DataParallel):
 class OverlapDDP(NaiveDDP):
     """One message for each parameter while backward goes on.
 
-    The order is the same on all ranks, whichever hook fires first.
+    The order is the same on all ranks, in whatever order the hooks fire.
 
     compute         │ forward │ backward ──────────── │    │ optimizer │
     communication   │         │    │ pn │ … │ p2 │ p1 │ p0 │           │
@@ -205,8 +204,7 @@ class BucketedDDP(OverlapDDP):
         return self.buckets[number].all_reduce()
 
 
-# == Every rank keeps a part
-# ===========================================================================================
+# -- Every rank keeps a part -----------------------------------------------------------------------
 class ZeroOptimizer:
     """ZeRO-1: each rank steps a slice of every bucket with 1/N of the optimizer's state.
 
@@ -275,8 +273,8 @@ class FSDP(DataParallel):
     communication   │ag A│ag B│              │ag B│ag A│    │rs B     │ rs A │           │
 
     Modules in a `ModuleList` are units, called in its order; other parameters are unit 0, whole
-    until backward ends. Backward has left a unit when it reaches the one before, whatever a rank
-    has used of it: so ranks send alike.
+    until backward ends. Backward has left a unit when it reaches the one before, even if a rank
+    used only a part of it. So all ranks call the same collectives.
     """
 
     def __init__(self, module: nn.Module, group: ProcessGroup):
@@ -321,8 +319,7 @@ class FSDP(DataParallel):
         return super().full_parameters()
 
 
-# == Beside the lab's own
-# ==============================================================================================
+# -- Compare with the lab's own --------------------------------------------------------------------
 STRATEGIES = dict(
     naive=NaiveDDP,
     flat=FlatDDP,
@@ -334,6 +331,6 @@ STRATEGIES = dict(
 
 
 if __name__ == "__main__":
-    from compare_strategies import main  # the file beside this one; it needs distlab
+    from compare_strategies import main  # the file next to this one; it needs distlab
 
     main()

@@ -3,10 +3,10 @@
     python examples/train.py                                         # alone
     torchrun --nproc-per-node 2 examples/train.py --strategy zero1   # two ranks
 
-    data ─ model ─ strategy ─ resume ─┬─ zero_grad ─ (forward ─ backward) × k ─ finish ─ clip ─ step
-    ─┬─ sample
-                                      └────────────── now and then: evaluate, checkpoint
-                                      ─────────────┘
+    data ─ model ─ strategy ─ resume
+    for each step:   zero_grad ─ (forward ─ backward) × k ─ finish ─ clip ─ optimizer step
+    now and then:    evaluate, checkpoint
+    at the end:      sample
 
 Where the folder holds a checkpoint, training goes on from there, under any strategy and at any
 number of ranks:
@@ -80,7 +80,7 @@ def train(options: argparse.Namespace, context: RankContext) -> dict[int, float]
     """
 
     def say(text: str) -> None:
-        if context.is_main:  # one voice for all ranks
+        if context.is_main:  # only rank 0 prints
             print(text, flush=True)
 
     # Data: each byte is a token. The last twentieth is never trained on.
@@ -107,8 +107,8 @@ def train(options: argparse.Namespace, context: RankContext) -> dict[int, float]
         module, context.group, torch.optim.AdamW, {"lr": options.lr}, device=context.device
     )
 
-    # Resume: every rank reads its part of the newest checkpoint, whoever wrote which.
-    # refuses now what it cannot store
+    # Resume: every rank reads its part of the newest checkpoint, from the files of all ranks that
+    # wrote it. The constructor refuses parameters that cannot be stored.
     checkpoints = Checkpointer(options.folder, context, model=model)
     first, stored = 0, checkpoints.newest()
     if stored is not None:

@@ -1,6 +1,7 @@
 """Cost model of a machine from a few measured figures, which predicts the others.
 
-`calibrate` fits five numbers, each to one measurement, in this order:
+`calibrate` fits six numbers to measurements of one model, and a seventh to one of a second model,
+in this order:
 
     bytes per second     phase of the optimizer in `local`: a pass over parameters, gradients and
                          states

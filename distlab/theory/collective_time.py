@@ -69,11 +69,13 @@ class Link:
 
 
 def further_hops(ranks: int, *, all_reduce: bool) -> int:
-    """Return the number of links that a message passes one after the other, beyond the first.
+    """Return the number of hops whose latency is added to that of a collective of two ranks.
 
-    A ring of N ranks has N − 2. For an all-reduce of many ranks libraries go up and down a tree
-    instead, which is 2·log₂N (NCCL since 2.4: Sanders, Speck & Träff 2009, "Two-tree algorithms for
-    full bandwidth broadcast, reduction and scan").
+    They are N − 2 for a ring of N ranks, also for a ring's all-reduce, whose second pass is not
+    counted separately. For an all-reduce they are at most 2·log₂N, rounded up, because libraries
+    go up and down a tree if there are many ranks (NCCL since 2.4: Sanders, Speck & Träff 2009,
+    "Two-tree algorithms for full bandwidth broadcast, reduction and scan"). This is a rule of the
+    model, and not the number of rounds in the table above.
 
     Args:
         ranks: number of ranks, N.

@@ -135,7 +135,8 @@ def mfu(flops: float, seconds: float, peak: float | None) -> float | None:
 
     MFU counts the FLOPs that the model needs (`step_flops`). With the FLOPs of the hardware, which
     include recomputation (`memory.recompute.recomputed_flops`), it is HFU, hardware FLOPs
-    utilization (Chowdhery et al. 2022): with full checkpointing about 4/3 of MFU.
+    utilization (Chowdhery et al. 2022). With full checkpointing it is about 4/3 of MFU, or less
+    if the last matmul of each block is skipped.
 
     Args:
         flops: FLOPs on one device.

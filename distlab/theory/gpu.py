@@ -16,9 +16,10 @@ of a grid may fill an SM only in part.
 The order of a matmul's tiles decides which strips of its inputs the programs of one wave share, and
 so the share of their loads that the L2 can serve.
 
-Allocation rules of compute capability 8.0 to 10.0 (CUDA C++ Programming Guide; CUDA Occupancy
+Allocation rules of compute capability 8.0, 9.0 and 10.0 (CUDA C++ Programming Guide; CUDA Occupancy
 Calculator): registers per warp in units of 256, warps in groups of 4, shared memory in units of 128
-bytes plus 1 KiB per block for the system.
+bytes plus 1 KiB per block for the system, and at most 32 blocks per SM. Compute capability 8.6, 8.7
+and 8.9 allow fewer blocks per SM.
 """
 
 from collections.abc import Sequence

@@ -18,9 +18,9 @@ def muon_volume(
 ) -> CommunicationVolume:
     """Return the bytes that a rank sends so that matrices are orthogonalized whole.
 
-    An all-gather counts its output: of every rank as many elements as the fullest holds. An
-    all-to-all counts the rank's contribution: first its slices of all matrices, which go to their
-    owners, then the updates of the matrices that it owns.
+    An all-gather counts its output: for every rank, the number of elements that the fullest rank
+    holds. An all-to-all counts the rank's contribution: first its slices of all matrices, which go
+    to their owners, then the updates of the matrices that it owns.
 
     Args:
         placement: `gather` or `exchange`, as in `distlab.parallel.muon`.

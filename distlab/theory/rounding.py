@@ -13,6 +13,9 @@ from dataclasses import dataclass
 class FloatFormat:
     """Floating-point format with one sign bit.
 
+    The top exponent is reserved for infinity and NaN, as in IEEE 754. fp8 e4m3, whose largest
+    number is 448, does not follow this rule.
+
     Args:
         name: name of the format.
         exponent_bits: number of bits of the exponent.

@@ -231,7 +231,8 @@ def zero_paper_bytes(num_parameters: float, world_size: int, stage: int) -> floa
         raise ValueError(f"stage={stage}: ZeRO has stages 1, 2 and 3; 0 means not sharded")
     if world_size < 1 or num_parameters < 0:
         raise ValueError(
-            f"num_parameters={num_parameters}, world_size={world_size}: must be positive"
+            f"num_parameters={num_parameters}, world_size={world_size}: give at least one rank and "
+            "no negative size"
         )
     # Bytes per parameter. Each stage of ZeRO also divides what the stages before it divide.
     parameters = 2 / world_size if stage >= 3 else 2

@@ -16,7 +16,9 @@ is halved. A block runs again once per level, so halving takes L·log₂ L runs 
 
 torch ends a recomputation as soon as every saved tensor is there again. A segment's own level has
 saved only the inputs of the segments inside it, so it stops before the last of these. The innermost
-level stops before the last matmul of its last block, whose result is not saved.
+level stops before the last matmul of its last block, whose result is not saved. This holds without
+autocast. Under autocast on a GPU, the lab's linear layer saves its tensors after its matmul, so the
+last matmul also runs (`distlab.theory.operators`).
 
 A block that is recomputed by itself may keep some results in addition to its input (`KEEPS`): those
 of attention and matmuls, which then do not run again.
@@ -71,7 +73,7 @@ class Segments:
 def blocks_run_again(num_layers: int, segments: Segments) -> tuple[int, int]:
     """Return (runs of a block's forward in backward, how many of these stop early).
 
-    A run that stops early leaves out the block's last matmul.
+    Without autocast, a run that stops early leaves out the block's last matmul.
 
     Args:
         num_layers: number of blocks, L.
@@ -133,7 +135,8 @@ def recomputed_flops(
     """Return the FLOPs of all that runs again, per rank and micro-batch.
 
     A block costs its forward's FLOPs (`distlab.theory.flops.forward_flops`), less the operations
-    whose results it keeps, and less w2, whose result backward does not need.
+    whose results it keeps, and less w2. Backward does not need the result of w2, and without
+    autocast it does not run. Under autocast on a GPU it does, and is not counted here.
 
     Args:
         plan: number of blocks per group, 0 for none, or segments of segments, or for each block

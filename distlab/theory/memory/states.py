@@ -265,8 +265,8 @@ def all_gradients(setting: Setting) -> int:
         return FP32 * -(-setting.shape.num_parameters // setting.world_size)
     if not in_place(setting):
         return gradients_after(setting, setting.shape.num_parameters)
-    # Backward of a look-up is no matmul, so it cannot write into the buffer. With buckets `.grad`
-    # is a view of one all the same.
+    # Backward of a look-up is not a matmul, so it cannot write into the buffer. With buckets
+    # `.grad` is a view of one all the same.
     if setting.strategy.sends == "buckets" or not setting.shape.has_embedding:
         return 0
     return FP32 * setting.shape.embedding_parameters
