@@ -395,7 +395,9 @@ class Checkpointer:
                 raise ValueError(
                     f"{stored.path} holds the state of {stored.content['optimizer']}, not of {name}"
                 )
-            return train_state.stored_options(stored.content["groups"], groups, frozen)
+            return train_state.stored_options(
+                stored.content["groups"], groups, frozen, optimizer.defaults.keys()
+            )
 
         options = self._on_all_ranks(checked)
         found = tensors.shapes_and_dtypes(stored)

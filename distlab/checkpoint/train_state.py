@@ -188,8 +188,12 @@ def stored_options(
     saved_groups: Sequence[Mapping[str, Any]],
     groups: Sequence[Mapping[str, Any]],
     frozen: Collection[str] = (),
+    defaults: Collection[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Return the stored options of each group, in the types of this optimizer's options.
+
+    What a scheduler adds to the groups, such as `initial_lr`, may be missing on one side: the
+    scheduler may be built before loading or after.
 
     Args:
         saved_groups: stored result of `group_options`, as JSON gives it back.
@@ -197,6 +201,7 @@ def stored_options(
         frozen: names of the parameters that are not trained here. No optimizer steps them, so it
             does not matter whether they are in a group: some strategies give their optimizer all
             parameters, others the trained ones.
+        defaults: names of the optimizer's own options. Default: all of them.
 
     Raises:
         ValueError: groups that hold other parameters, or options that are missing or of another
@@ -211,6 +216,12 @@ def stored_options(
         restored = {}
         for name in sorted(saved.keys() | group.keys()):
             if name == "params":
+                continue
+            is_own = defaults is None or name in defaults
+            if not is_own and name not in group:
+                restored[name] = saved[name]
+                continue
+            if not is_own and name not in saved:
                 continue
             live = None
             if name in group:

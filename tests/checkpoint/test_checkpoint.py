@@ -10,6 +10,7 @@ import signal
 
 import pytest
 import torch
+from torch import nn
 
 from distlab.checkpoint import files, tensors
 from distlab.checkpoint.checkpointer import Checkpointer, CheckpointError
@@ -187,6 +188,55 @@ def test_stages_of_a_pipeline_continue_others_and_others_continue_them(tmp_path,
 def test_at_least_one_checkpoint_is_kept(one_rank, tmp_path):
     with pytest.raises(ValueError, match="keep=0: at least one checkpoint must stay"):
         Checkpointer(tmp_path, one_rank, keep=0)
+
+
+@on_two_ranks
+def test_a_scheduler_is_built_before_loading_or_after_or_added(context, tmp_path):
+    """torch's schedulers add options to the optimizer's groups."""
+
+    def built(seed):
+        torch.manual_seed(seed)
+        module = nn.Linear(3, 2)
+        return REGISTRY["zero1"].build(module, context.group, torch.optim.AdamW, {"lr": 0.1})
+
+    def scheduler_of(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    def trained(model, optimizer, scheduler):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).square().sum().backward()
+            model.finish_gradient_synchronization()
+            optimizer.step()
+            scheduler.step()
+        return [value.clone() for value in model.full_parameters().values()]
+
+    model, optimizer = built(0)
+    scheduler = scheduler_of(optimizer)
+    trained(model, optimizer, scheduler)
+    checkpointer = Checkpointer(tmp_path, context)
+    checkpointer.save(2, model, optimizer, strategy="zero1", extra={})
+    checkpointer.wait()
+    state = scheduler.state_dict()
+    expected = trained(model, optimizer, scheduler)
+
+    for is_first in (True, False):
+        model, optimizer = built(1)
+        scheduler = scheduler_of(optimizer) if is_first else None
+        stored = checkpointer.newest()
+        checkpointer.load(stored, model, optimizer)
+        scheduler = scheduler or scheduler_of(optimizer)
+        scheduler.load_state_dict(state)
+        assert all(map(torch.equal, trained(model, optimizer, scheduler), expected))
+
+    model, optimizer = built(2)  # without a scheduler, and then one is added
+    checkpointer.save(3, model, optimizer, strategy="zero1", extra={})
+    checkpointer.wait()
+    model, optimizer = built(3)
+    scheduler_of(optimizer)
+    checkpointer.load(checkpointer.newest(), model, optimizer)
+    assert optimizer.param_groups[0]["initial_lr"] == 0.1
+    checkpointer.close()
 
 
 @on_two_ranks

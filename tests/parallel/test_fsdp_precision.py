@@ -4,6 +4,7 @@ fp32.
 
 import copy
 import warnings
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -84,3 +85,36 @@ def test_norms_of_all_kinds_compute_in_fp32(context, dtype, backend):
             assert parameter.grad.dtype == torch.float32
             # Nine roundings of activations to 8 or 11 bits, in sums of 160 terms around one.
             torch.testing.assert_close(parameter.grad, expected, rtol=0.05, atol=0.05)
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class OfContainers(nn.Module):
+    """Reads its inputs out of containers, and fills one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 3))
+
+    def forward(self, batch, pair, *, more, filled):
+        filled.append(batch["ids"])
+        inputs = [batch["x"], pair.first, pair.second, *more]
+        assert {value.dtype for value in inputs} == {torch.bfloat16}
+        assert batch["ids"].dtype == torch.int64
+        return sum(value @ self.weight for value in inputs)
+
+
+@on_two_ranks
+def test_inputs_inside_of_containers_are_cast_and_containers_without_any_stay(context):
+    fsdp = FSDP(OfContainers(), torch.bfloat16, process_group=context.group)
+    x = torch.ones(2, 4)
+    filled = []
+    batch = {"x": x, "ids": torch.arange(2)}
+    fsdp(batch, Pair(x, 2 * x), more=[x, x], filled=filled).sum().backward()
+    fsdp.finish_gradient_synchronization()
+    assert len(filled) == 1 and batch["x"] is x and x.dtype == torch.float32
+    (gradient,) = fsdp.gradients().every()
+    assert torch.equal(gradient, torch.full_like(gradient, 12.0))

@@ -671,12 +671,26 @@ def _cast_inputs(
 
 
 def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
-    if type(output) is tuple:
-        return tuple(_cast(dtype, value) for value in output)
     return _cast(dtype, output)
 
 
 def _cast(dtype: torch.dtype, value: Any) -> Any:
-    if not isinstance(value, Tensor) or value.dtype is dtype or not value.is_floating_point():
+    """Return a floating-point tensor in a dtype, also one inside of lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        is_cast = value.is_floating_point() and value.dtype is not dtype
+        return value.to(dtype) if is_cast else value
+    if type(value) is dict:
+        items = [_cast(dtype, item) for item in value.values()]
+        before = list(value.values())
+    elif type(value) is list or isinstance(value, tuple):
+        items = [_cast(dtype, item) for item in value]
+        before = value
+    else:
         return value
-    return value.to(dtype)
+    # A container without such tensors stays the caller's own, which a module may fill.
+    if all(item is other for item, other in zip(items, before, strict=True)):
+        return value
+    if type(value) is dict:
+        return dict(zip(value, items, strict=True))
+    # A named tuple takes its items one by one.
+    return value._make(items) if hasattr(value, "_make") else type(value)(items)
