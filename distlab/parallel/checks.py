@@ -656,7 +656,7 @@ _watched: "weakref.WeakKeyDictionary[nn.Module, _Watched]" = weakref.WeakKeyDict
 _uninstall: list[Callable[[], None]] = []  # empty while nothing is installed
 
 
-def watch(wrapper: nn.Module) -> set[int]:
+def watch(wrapper: nn.Module, handles: Iterable[RemovableHandle] = ()) -> set[int]:
     """Call `wrapper.check_step(optimizer)` before any optimizer of its parameters steps.
 
     The parameters are those of `wrapper.named`.
@@ -664,15 +664,18 @@ def watch(wrapper: nn.Module) -> set[int]:
     The first wrapper installs the hooks in torch, and the last one that is closed or dropped
     removes them.
 
+    Args:
+        wrapper: wrapper of a strategy.
+        handles: hooks to remove when it is closed or dropped.
+
     Returns:
         Ids of the parameters.
     """
     if not _uninstall:
         _install()
     loads = check_loads(wrapper.module, wrapper.named)
-    stop = weakref.finalize(
-        wrapper, _stop, loads
-    )  # also for a wrapper that is dropped and not closed
+    # Also for a wrapper that is dropped and not closed.
+    stop = weakref.finalize(wrapper, _stop, loads, handles)
     stop.atexit = False
     ids = {id(parameter) for _, parameter in wrapper.named}
     _watched[wrapper] = _Watched(ids, stop)
@@ -736,8 +739,10 @@ def _install() -> None:
     _uninstall.append(_patch_grad_scaler())
 
 
-def _stop(loads: RemovableHandle) -> None:
+def _stop(loads: RemovableHandle, handles: Iterable[RemovableHandle]) -> None:
     loads.remove()
+    for handle in handles:
+        handle.remove()
     if len(list(_watched)) == 0:
         while _uninstall:
             _uninstall.pop()()

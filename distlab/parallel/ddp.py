@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from distlab.comm import agreement, collectives
 from distlab.parallel import checks
@@ -146,10 +147,10 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         # The mean of each gradient, until finish; also of those that this rank does not have.
         self._means: dict[int, Tensor] = {}
         self._zero: weakref.ref[Optimizer] | None = None  # set by `BucketedDDP.shard_for`
-        self._trained_ids = checks.watch(self)
         # Hooks hold the wrapper weakly, so that dropping the wrapper ends its communication.
         reference = weakref.ref(self)
-        self._handles = []
+        self._handles: list[RemovableHandle] = []
+        self._trained_ids = checks.watch(self, self._handles)
         for index, parameter in enumerate(self.trainable):
             hook = partial(self._on_gradient, reference, index)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))

@@ -3,11 +3,13 @@ in one sentence.
 """
 
 import copy
+import gc
 import io
 from functools import partial
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 
 from distlab.comm import collectives
@@ -194,11 +196,12 @@ def test_parameters_that_were_saved_load_with_torch_s_defaults(context):
     for kind in ("naive", "flat", "bucketed", "zero1", "zero2", "fsdp"):
         made = wrapped(context, kind)
         step(made[0], made, context, 0)
+        full(made)  # waits until the parameters are whole
         file = io.BytesIO()
         torch.save(dict(made[0].module.named_parameters()), file)
         file.seek(0)
         for name, loaded in torch.load(file).items():
-            assert torch.equal(loaded, made[0].module.get_parameter(name))
+            assert torch.equal(loaded, made[0].module.get_parameter(name)), (kind, name)
             assert gradient_target(loaded) is None
 
 
@@ -307,6 +310,44 @@ def test_a_step_is_skipped_by_dropping_its_gradients_at_any_time(context):
         expected = trained(kind, "")
         for skipped in ("before the forward", "before the backward", "before finish"):
             torch.testing.assert_close(trained(kind, skipped), expected, msg=f"{kind}: {skipped}")
+
+
+# -- modules with hooks ----------------------------------------------------------------------------
+
+
+@on_two_ranks
+def test_a_pruned_module_trains_alike_under_every_strategy(context):
+    """Pruning reads the parameter in a forward pre-hook, so FSDP must have gathered it by then."""
+
+    def pruned():
+        module = net()
+        torch.nn.utils.prune.l1_unstructured(module[0], "weight", 0.5)
+        torch.nn.utils.prune.random_unstructured(module[2], "bias", 0.5)
+        return module
+
+    results = {}
+    for kind in ("bucketed", "zero1", "zero2", "fsdp"):
+        torch.manual_seed(1)
+        made = wrapped(context, kind, pruned())
+        for number in range(3):
+            step(made[0], made, context, number)
+        results[kind] = full(made)
+    for kind, result in results.items():
+        torch.testing.assert_close(result, results["bucketed"], msg=kind)
+
+
+@on_two_ranks
+def test_fsdp_wraps_a_module_whose_ddp_was_dropped(context):
+    """Nobody holds that wrapper any more, so nobody could close it."""
+    for kind in ("naive", "bucketed"):
+        module = net()
+        wrapper, _ = wrapped(context, kind, module)
+        wrapper(torch.ones(2, 6)).sum().backward()
+        wrapper.finish_gradient_synchronization()
+        del wrapper, _
+        gc.collect()
+        made = wrapped(context, "fsdp", module)
+        step(made[0], made, context, 0)
 
 
 # -- wrapped again ---------------------------------------------------------------------------------

@@ -127,7 +127,10 @@ class Runtime:
 
     def _register_hooks(self, casts: Mapping[nn.Module, Casts]) -> Iterator[RemovableHandle]:
         for unit in self.units:
-            yield unit.module.register_forward_pre_hook(partial(self._before_forward, unit))
+            # Before hooks of the user's, which may read parameters, as those of pruning do.
+            yield unit.module.register_forward_pre_hook(
+                partial(self._before_forward, unit), prepend=True
+            )
             yield unit.module.register_forward_hook(partial(self._after_forward, unit))
         for module, (inputs, outputs) in casts.items():
             yield module.register_forward_pre_hook(partial(_cast_inputs, inputs), with_kwargs=True)
