@@ -6,8 +6,9 @@ ordinary optimizer over the whole model. Inside, another optimizer steps this ra
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -123,6 +124,44 @@ class LocalOptimizer(AnswersTorchNames, Optimizer, ABC):
 
     def _held(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for group in self.param_groups]
+
+
+Saving = Callable[[Any], dict[str, Any]]
+Loading = Callable[[Any, dict[str, Any]], None]
+
+
+def with_hooks_of_saving(state_dict: Saving) -> Saving:
+    """Let a `state_dict` of its own call the hooks that are registered with torch's optimizer."""
+
+    @wraps(state_dict)
+    def call(optimizer: Optimizer) -> dict[str, Any]:
+        for before in optimizer._optimizer_state_dict_pre_hooks.values():
+            before(optimizer)
+        found = state_dict(optimizer)
+        for after in optimizer._optimizer_state_dict_post_hooks.values():
+            changed = after(optimizer, found)
+            if changed is not None:
+                found = changed
+        return found
+
+    return call
+
+
+def with_hooks_of_loading(load_state_dict: Loading) -> Loading:
+    """Let a `load_state_dict` of its own call the hooks that are registered with torch's."""
+
+    @wraps(load_state_dict)
+    def call(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        state_dict = state_dict.copy()  # hooks may change it
+        for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(optimizer, state_dict)
+            if changed is not None:
+                state_dict = changed
+        load_state_dict(optimizer, state_dict)
+        for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+            after(optimizer)
+
+    return call
 
 
 class LocalState(MutableMapping[Any, Any]):

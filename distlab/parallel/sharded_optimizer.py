@@ -25,7 +25,15 @@ from distlab.comm import collectives
 from distlab.comm.agreement import agree_on_call, collective, prepare
 from distlab.parallel import checks
 from distlab.parallel.ddp import send_unfinished
-from distlab.parallel.local_optimizer import LocalOptimizer, Params, load_shards, to_cpu
+from distlab.parallel.local_optimizer import (
+    LocalOptimizer,
+    Params,
+    load_shards,
+    options_of,
+    to_cpu,
+    with_hooks_of_loading,
+    with_hooks_of_saving,
+)
 from distlab.parallel.shard import Shard
 from distlab.parallel.state_dicts import refuse_other_shapes, refuse_shards
 
@@ -91,6 +99,7 @@ class ShardedOptimizer(LocalOptimizer):
             messages.wait()
         return loss
 
+    @with_hooks_of_saving
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parameters, in the form of the unsharded optimizer.
 
@@ -100,14 +109,21 @@ class ShardedOptimizer(LocalOptimizer):
         call = "ShardedOptimizer.state_dict()"
         agree_on_call(self._group, call)
         self._copy_options_inwards()
-        packed = super().state_dict()
-        # A read of a parameter's state before its first step leaves an empty one.
-        mine = {number: to_cpu(state) for number, state in packed["state"].items() if state}
+        number_of: dict[Tensor, int] = {}  # numbered in the order of the groups, as torch does
+        groups = []
+        for group in self.param_groups:
+            numbers = [number_of.setdefault(each, len(number_of)) for each in group["params"]]
+            groups.append(options_of(group) | {"params": numbers})
+        mine = {}
+        for parameter, state_here in self.state.items():
+            if state_here:  # a read of a state before the first step leaves an empty one
+                mine[number_of[parameter]] = to_cpu(state_here)
         state: dict[int, Any] = {}
         for state_of_rank in collectives.gather_objects(mine, self._group, collective(call)):
             state |= state_of_rank
-        return packed | {"state": dict(sorted(state.items()))}
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
 
+    @with_hooks_of_loading
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state saved by the unsharded optimizer, or by a sharded one at any world size.
 

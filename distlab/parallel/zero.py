@@ -56,7 +56,15 @@ from distlab.parallel.bucketed import AllReduce, BucketedDDP, GradientBucket, Pl
 from distlab.parallel.buckets import BucketPlan
 from distlab.parallel.copy_engine import CopyEngineDDP
 from distlab.parallel.ddp import send_unfinished
-from distlab.parallel.local_optimizer import LocalOptimizer, Params, load_shards, options_of, to_cpu
+from distlab.parallel.local_optimizer import (
+    LocalOptimizer,
+    Params,
+    load_shards,
+    options_of,
+    to_cpu,
+    with_hooks_of_loading,
+    with_hooks_of_saving,
+)
 from distlab.parallel.shard import Shard, plain_name, view_like
 from distlab.parallel.state_dicts import own_state, refuse_other_shapes, refuse_shards
 
@@ -195,6 +203,7 @@ class ZeroOptimizer(LocalOptimizer):
         """Scale gradients by their norm over all ranks; see the wrapper's `clip_grad_norm_`."""
         return self._ddp.clip_grad_norm_(max_norm, norm_type)
 
+    @with_hooks_of_saving
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state, unpadded and by parameter name.
 
@@ -220,6 +229,7 @@ class ZeroOptimizer(LocalOptimizer):
                 whole[name] = _join(parts[name], parameter)
         return {"state": whole, "param_groups": self._groups_by_name()}
 
+    @with_hooks_of_loading
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a whole state that was saved at any world size.
 

@@ -268,6 +268,30 @@ def test_the_state_of_one_parameter_is_reset_under_every_strategy(context):
 
 
 @on_two_ranks
+def test_hooks_of_an_optimizer_s_state_see_the_whole_of_it(context):
+    for kind in ("sharded-optimizer", "zero1", "zero2"):
+        made = wrapper, optimizer = adam(context, kind)
+        step(wrapper, made, context, 0)
+        seen = []
+
+        def saved(optimizer, found, seen=seen):
+            seen.append(("saved", len(found["state"])))
+            return found | {"of_a_hook": 1}
+
+        def before_load(optimizer, found, seen=seen):
+            seen.append(("loading", found.pop("of_a_hook")))
+
+        optimizer.register_state_dict_pre_hook(lambda _, seen=seen: seen.append("saving"))
+        optimizer.register_state_dict_post_hook(saved)
+        optimizer.register_load_state_dict_pre_hook(before_load)
+        optimizer.register_load_state_dict_post_hook(lambda _, seen=seen: seen.append("loaded"))
+        found = optimizer.state_dict()
+        optimizer.load_state_dict(found)
+        assert seen == ["saving", ("saved", 4), ("loading", 1), "loaded"], kind
+        assert found["of_a_hook"] == 1  # a hook changed a copy
+
+
+@on_two_ranks
 def test_a_state_by_a_tensor_of_another_model_is_refused(context):
     stranger = nn.Parameter(torch.ones(2))
     for kind in ("sharded-optimizer", "zero1", "zero2"):
