@@ -18,9 +18,9 @@ An event is one interval on one lane, and has one of four kinds:
 ``compute``
     On a GPU, every other kernel. In a trace without GPU kernels: ``aten::`` operators, the C++
     nodes of autograd (``AddmmBackward0``) and compiled graphs, by wall clock. Operators inside a
-    ``c10d`` operator or on gloo's threads do not count. Neither does the rest of autograd's
-    ``evaluate_function`` range: Python hooks run inside it, and a hook that waits for a collective
-    would count as compute that covers this collective.
+    ``c10d`` operator or on a backend's own threads do not count. Neither does the rest of
+    autograd's ``evaluate_function`` range: Python hooks run inside it, and a hook that waits for a
+    collective would count as compute that covers this collective.
 ``copy``
     ``gpu_memcpy`` and ``gpu_memset``.
 ``range``
@@ -45,9 +45,11 @@ import numpy as np
 
 from distlab.files import AnyPath
 from distlab.measure.trace.frames import FrameColumns, Frames
+from distlab.measure.trace.intervals import Cover
 from distlab.measure.trace.names import (
     CPU_BACKENDS,
     ITEM_BYTES,
+    POINT_TO_POINT,
     gpu_pattern,
     operation_of,
 )
@@ -264,7 +266,7 @@ class _Columns:
         self._meaning_of: dict[tuple[str, str], int | None] = {}
         self._lanes: dict[Any, int] = {}  # thread or stream → number
         self._grids: dict[Any, int] = {}
-        self._gloo_lanes: set[int] = set()
+        self._backend_lanes: set[int] = set()  # threads with ranges of `CPU_BACKENDS`
         self._collectives: dict[int, Collective] = {}  # row → what it does
         self._by_operator: dict[int, Collective] = {}  # external id → what it does
         self._meaning = array("l")
@@ -307,7 +309,7 @@ class _Columns:
         grid = tuple(grid) if isinstance(grid, list) else None
         self._grid.append(self._grids.setdefault(grid, len(self._grids)))
         if name.startswith(CPU_BACKENDS):
-            self._gloo_lanes.add(lane)
+            self._backend_lanes.add(lane)
 
     def _classify(self, category: str, name: str) -> int | None:
         """Return the number of a new meaning, or None for events to leave out."""
@@ -382,6 +384,7 @@ class _Columns:
         # By start, and the longest first: then an outer event comes before those inside it.
         order = np.lexsort((-duration_us, start_us))
         launched_ms, operator = self._launches(start_ms)
+        workers = self._worker_lanes(start_us, start_us + duration_us)
         lanes = [str(lane) for lane in self._lanes]
         grids = list(self._grids)
         meanings = self._meanings
@@ -409,9 +412,9 @@ class _Columns:
                     continue
                 if kind == "compute" and not meaning.on_gpu:
                     in_c10d = end <= last_end.get((lane, "c10d"), -math.inf)
-                    # With a GPU, operators only launch the work. On gloo's threads and in c10d
-                    # operators they belong to the communication.
-                    if self.on_gpu or lane in self._gloo_lanes or in_c10d:
+                    # With a GPU, operators only launch the work. On a backend's own threads and in
+                    # c10d operators they belong to the communication.
+                    if self.on_gpu or lane in workers or in_c10d:
                         continue
                 last_end[lane, kind] = end
                 if kind == "c10d":
@@ -461,8 +464,40 @@ class _Columns:
             threads = set(lane[launching].tolist())
         else:
             is_compute = np.array([each.kind == "compute" for each in self._meanings], bool)
-            threads = set(lane[is_compute[meaning]].tolist()) - self._gloo_lanes
+            start_us = np.frombuffer(self._start_us)
+            workers = self._worker_lanes(start_us, start_us + np.frombuffer(self._duration_us))
+            threads = set(lane[is_compute[meaning]].tolist()) - workers
         return self._frames.frames(threads, self._origin_us)
+
+    def _worker_lanes(self, start_us: np.ndarray, end_us: np.ndarray) -> set[int]:
+        """Return the threads on which a backend without a GPU executes collectives.
+
+        All operators there, such as the division of an average, run inside of collectives. A
+        thread that also has operators elsewhere is one of the program. It can have such ranges as
+        well: those of a send and a receive are on the thread that calls them, and last until the
+        message has been sent, whatever the thread computes meanwhile.
+
+        Args:
+            start_us, end_us: µs at which each row begins and ends.
+        """
+        meaning = np.frombuffer(self._meaning, "l")
+        lane = np.frombuffer(self._lane, "l")
+        is_compute = np.array([each.kind == "compute" for each in self._meanings], bool)
+        collectives = []
+        for each in self._meanings:
+            is_range = each.kind == "communication" and not each.on_gpu
+            operation = operation_of(self._names[each.name])
+            collectives.append(is_range and operation != POINT_TO_POINT)
+        is_collective = np.array(collectives, bool)
+        workers = set()
+        for thread in self._backend_lanes:
+            rows = np.flatnonzero(lane == thread)
+            inside = rows[is_collective[meaning[rows]]]
+            cover = Cover(zip(start_us[inside].tolist(), end_us[inside].tolist(), strict=True))
+            operators = rows[is_compute[meaning[rows]]]
+            if all(cover.contains(begin) for begin in start_us[operators].tolist()):
+                workers.add(thread)
+        return workers
 
     def _launches(self, start_ms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return for each row when the host launched it, and the number of its operator's name.
