@@ -13,6 +13,8 @@ Each exposed communication has the first of these causes that applies:
 6. *end of step*: only the optimizer is left, which needs its result;
 7. *dependency*: further work follows, and waits for it.
 
+*Copies* are those next to which nothing computes or communicates.
+
 Each idle interval has one of the causes data loading, garbage collection, item, synchronisation,
 late launch, small messages (the host prepares them), host-bound (without a GPU: between operators)
 and unknown. *Contention* is the extra time of kernels next to which communication runs. It is the
@@ -42,6 +44,7 @@ BLOCKING = "blocking wait"
 LATE = "late launch"
 LAST = "end of step"
 DEPENDENCY = "dependency"
+COPIES = "copies"
 LOADER = "data loading"
 GARBAGE = "garbage collection"
 ITEM = "item"
@@ -135,6 +138,11 @@ class Finding:
     def is_large(self) -> bool:
         """True if it is worth acting on."""
         return self.pct >= FINDING_PCT and self.cause != UNKNOWN and not self.is_price
+
+    @property
+    def is_unexplained(self) -> bool:
+        """True if it would be worth acting on, and the trace does not tell how."""
+        return self.pct >= FINDING_PCT and self.cause == UNKNOWN
 
     @property
     def about(self) -> str:
@@ -236,6 +244,10 @@ _SENTENCES = {
         "ready. Start it earlier (prefetch), or split the work so that something is left to "
         "compute."
     ),
+    COPIES: (
+        "Copies take {much} {where} in which nothing computes, mostly {detail}. Copy less, or copy "
+        "earlier: from pinned memory, with non_blocking=True, on a stream of their own."
+    ),
     LOADER: (
         "The step waits {much} {where} for data ({detail}). Use more DataLoader workers, prefetch, "
         "or pin_memory with non_blocking copies."
@@ -281,6 +293,7 @@ def findings(ranks: Sequence[RankSteps]) -> tuple[list[Finding], list[Blame]]:
             for message in step.messages:
                 if message.exposed:
                     found += why_exposed(message, step, host, behind, small_bytes)
+            found += exposed_copies(step)
             found += why_idle(step, host, small_bytes)
         causes[rank.rank] = found
     compared = set.intersection(*(set(rank.steps) for rank in ranks))
@@ -661,6 +674,25 @@ def _first_copy(event: Event, step: RankStep, host: Host) -> Event:
     return first
 
 
+def exposed_copies(step: RankStep) -> list[Blame]:
+    """Return the copies of a step next to which nothing computes or communicates.
+
+    They add up to the copies of the step's account.
+    """
+    begin, end = step.window
+    counted_to = begin  # time before it belongs to copies that began earlier
+    found = []
+    for event in step.events:
+        if event.kind != "copy":
+            continue
+        first, last = max(event.start_ms, counted_to), min(event.end_ms, end)
+        ms = step.without_work.length(first, last) if first < last else 0.0
+        if ms > 0:
+            found.append(Blame(COPIES, ms, event.name))
+        counted_to = max(counted_to, event.end_ms)
+    return found
+
+
 def why_idle(step: RankStep, host: Host, small_bytes: float) -> list[Blame]:
     """Return the causes of the idle intervals of a step, which add up to its idle time.
 
@@ -795,6 +827,9 @@ def contention(rank: RankSteps) -> list[Blame]:
     for step in rank.steps.values():
         for event in step.events:
             if event.kind != "compute" or event.grid is None:
+                continue
+            # It began in an earlier step, which has compared it.
+            if event.start_ms < step.window[0]:
                 continue
             ms = event.end_ms - event.start_ms
             share = step.communication.length(event.start_ms, event.end_ms) / ms if ms else 0.0

@@ -100,6 +100,13 @@ class Explanation:
         for finding in self.findings:
             if finding.is_large:
                 return finding.sentence
+        for finding in self.findings:
+            if finding.is_unexplained:
+                return (
+                    "No cause with a remedy takes 5 % of the step, but nothing runs for "
+                    f"{finding.ms:.2f} ms per step ({finding.pct:.0f} %) on rank {finding.rank}, "
+                    "although the next work was queued. Look at the timeline of the longest step."
+                )
         return "Nothing to act on: no cause of lost time takes 5 % of the step."
 
     @property
@@ -108,24 +115,34 @@ class Explanation:
         slowest = max(self.ranks, key=lambda rank: rank.mean.step_ms)
         mean = slowest.mean
         steps = len(slowest.steps)
+        # The ranks wait for each other. So even then the step is as long as on the rank that needs
+        # most time without its exposed communication.
+        without_ms = max(rank.mean.step_ms - rank.mean.exposed_ms for rank in self.ranks)
+        saved_ms = mean.step_ms - without_ms
         overlap = "no communication"
         if mean.overlap_pct is not None:
             overlap = f"{mean.overlap_pct:.0f} % of communication overlapped"
         return (
             f"{len(self.ranks)} rank{'s' * (len(self.ranks) > 1)}, {steps} "
             f"step{'s' * (steps > 1)} (by {slowest.found_by}) of {mean.step_ms:.2f} ms on average: "
-            f"{overlap}; perfect overlap would save {mean.exposed_ms:.2f} ms "
-            f"({100 * mean.exposed_ms / mean.step_ms:.0f} %)"
+            f"{overlap}; perfect overlap would save {saved_ms:.2f} ms "
+            f"({100 * saved_ms / mean.step_ms:.0f} %)"
         )
 
     def groups(self) -> list[Group]:
         """Return the communication by operation and group, the most exposed first."""
         messages = defaultdict(list)
+        exposed_ms = Counter()
         for rank in self.ranks:
+            counted = set()
             for step in rank.steps.values():
                 for message in step.messages:
                     known = message.event.collective
-                    messages[known.operation, known.group].append(message)
+                    exposed_ms[known.operation, known.group] += message.exposed_ms
+                    # One that a step's end divides is exposed in both steps, but is one message.
+                    if id(message.event) not in counted:
+                        counted.add(id(message.event))
+                        messages[known.operation, known.group].append(message)
         steps = sum(len(rank.steps) for rank in self.ranks)
         found = []
         for (operation, group), several in messages.items():
@@ -144,7 +161,7 @@ class Explanation:
                 group=group or "unknown",
                 count=len(several) / steps,
                 ms=sum(each.ms for each in several) / steps,
-                exposed_ms=sum(each.exposed_ms for each in several) / steps,
+                exposed_ms=exposed_ms[operation, group] / steps,
                 size_bytes=size_bytes,
                 bus_gb_per_s=bus,
             )
@@ -155,9 +172,12 @@ class Explanation:
         """Return the kernels of the first rank with the most time."""
         ms, count = Counter(), Counter()
         rank = self.ranks[0]
+        counted = set()
         for step in rank.steps.values():
             for event in step.events:
-                if event.kind == "compute":
+                # A step's end may divide a kernel, which then is an event of both steps.
+                if event.kind == "compute" and id(event) not in counted:
+                    counted.add(id(event))
                     ms[event.name] += event.end_ms - event.start_ms
                     count[event.name] += 1
         steps = len(rank.steps)

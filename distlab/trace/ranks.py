@@ -116,6 +116,12 @@ class RankStep:
         busy = [*self.compute.intervals, *self.copies.intervals]
         return Cover(subtract([self.window], busy))
 
+    @functools.cached_property
+    def without_work(self) -> Cover:
+        """Time in which nothing computes or communicates; something may be copied."""
+        busy = [*self.compute.intervals, *self.communication.intervals]
+        return Cover(subtract([self.window], busy))
+
     def idle_before(self, moment: float) -> Interval | None:
         """Return the idle interval that ends at a moment, or None."""
         found = self.idle.within(moment - _TINY_MS, moment)

@@ -10,6 +10,7 @@ import pytest
 from distlab.measure.trace.kernels import short_kernel_name
 from distlab.trace import explain_traces
 from distlab.trace.explanation import parts_of
+from distlab.trace.page import records_of, result
 from tests.trace import handmade
 from tests.trace.handmade import STEP_MS, STEPS, Writer, gpu_run
 
@@ -33,6 +34,65 @@ def test_a_healthy_run_has_no_finding(tmp_path):
     assert not any(finding.is_large for finding in explanation.findings)
     assert explanation.first.startswith("Nothing to act on")
     assert explanation.ranks[0].mean.overlap_pct == pytest.approx(100)
+
+
+def test_copies_next_to_which_nothing_computes_are_a_cause(tmp_path):
+    def offloads(writer, begin):
+        for at in (0.1, 3):  # two at the same time, and 1 ms of them next to compute
+            writer.span("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", begin + at, begin + 9, 8)
+        handmade.layers(writer, begin, 8, 29.9)
+
+    explanation = explain_traces(gpu_run(tmp_path, offloads))
+    assert explanation.first == (
+        "Copies take 7.90 ms per step (26 %) on rank 0 in which nothing computes, mostly Memcpy "
+        "HtoD (Pinned -> Device). Copy less, or copy earlier: from pinned memory, with "
+        "non_blocking=True, on a stream of their own."
+    )
+    assert explanation.ranks[0].mean.copy_ms == pytest.approx(explanation.findings[0].ms)
+
+
+def test_idle_time_without_a_known_cause_is_not_called_nothing(tmp_path):
+    def pauses(writer, begin):
+        handmade.layers(writer, begin, 0.1, 10)
+        handmade.layers(writer, begin, 20, 29.9, launched=0.5)
+
+    explanation = explain_traces(gpu_run(tmp_path, pauses))
+    assert explanation.first == (
+        "No cause with a remedy takes 5 % of the step, but nothing runs for 10.00 ms per step (33 "
+        "%) on rank 0, although the next work was queued. Look at the timeline of the longest step."
+    )
+    assert result(records_of(explanation)) == (
+        "idle for an unknown reason, 10.00 ms per step (33 %)"
+    )
+
+
+def test_perfect_overlap_saves_no_more_than_the_rank_that_computes_most_can(tmp_path):
+    explanation = explain_traces(gpu_run(tmp_path, handmade.straggler))
+    exposed_ms = [rank.mean.exposed_ms for rank in explanation.ranks]
+    assert exposed_ms == pytest.approx([8, 2])
+    # In steps of the same length, noise decides which rank is the slower one.
+    assert "perfect overlap would save 2.00 ms (7 %)" in explanation.summary
+
+
+def test_what_a_steps_end_divides_counts_once(tmp_path):
+    def beyond_its_end(writer, begin):
+        handmade.layers(writer, begin, 1, 29, ms=28)
+        writer.all_reduce(begin + 0.6, begin + 26, begin + 34)
+        writer.launched("late kernel", begin + 0.7, begin + 26, begin + 32, tid=9)
+
+    explanation = explain_traces(gpu_run(tmp_path, beyond_its_end))
+    (group,) = explanation.groups()
+    assert (group.count, group.ms, group.size_bytes) == pytest.approx((1, 8, 40e6))
+    kernels = {kernel.name: (kernel.count, kernel.ms) for kernel in explanation.kernels()}
+    assert kernels["late kernel"] == pytest.approx((1, 6))
+    # The rest is exposed in the step after it.
+    assert group.exposed_ms == pytest.approx(sum(exposed_of(explanation)) / (2 * STEPS))
+
+
+def exposed_of(explanation):
+    """Return the exposed communication of every step of every rank, in ms."""
+    steps = [step for rank in explanation.ranks for step in rank.steps.values()]
+    return [step.account.exposed_ms for step in steps]
 
 
 def test_the_timeline_has_the_launches_and_waits_of_the_host(tmp_path):
