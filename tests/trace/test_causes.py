@@ -10,7 +10,7 @@ import pytest
 from distlab.measure.trace.kernels import short_kernel_name
 from distlab.trace import explain_traces
 from distlab.trace.explanation import parts_of
-from distlab.trace.page import records_of, result
+from distlab.trace.page import against, records_of, result
 from tests.trace import handmade
 from tests.trace.handmade import STEP_MS, STEPS, Writer, gpu_run
 
@@ -125,6 +125,18 @@ def test_a_straggler_is_named_with_the_part_in_which_it_falls_behind(tmp_path):
     found = explain_traces(gpu_run(tmp_path, late_data)).findings
     straggler = next(finding for finding in found if finding.cause == "straggler")
     assert (straggler.late_rank, straggler.behind) == (1, "data loading")
+
+
+def test_compute_of_an_unknown_phase_is_not_called_forward(tmp_path):
+    """As the kernels of a CUDA graph, which have one launch and no operators."""
+    paths = gpu_run(tmp_path, handmade.straggler)
+    for path in paths:
+        trace = json.loads(path.read_text())
+        kept = [event for event in trace["traceEvents"] if event.get("cat") != "cpu_op"]
+        path.write_text(json.dumps(trace | {"traceEvents": kept}))
+    found = explain_traces(paths).findings[0]
+    assert (found.cause, found.behind) == ("straggler", "compute")
+    assert "find out why its compute is slower" in found.sentence
 
 
 def first_sentence(folder, extra_ms):
@@ -276,6 +288,38 @@ def test_a_collective_within_an_earlier_one_has_no_exposed_time(tmp_path):
     assert [message.exposed_ms for message in step.messages] == pytest.approx([7, 0])
 
 
+def pipeline(writer, begin):
+    """Add a step of one micro-batch in a pipeline: stage 1 receives what stage 0 has computed."""
+    of_stage = {"Seq": writer.number, "dtype": "Float", "Group size": 2, "In msg nelems": 10**7}
+    called = {0: "send", 1: "recv"}[writer.rank]
+    arguments = {"Collective name": called, **of_stage}
+    if writer.rank == 0:
+        handmade.layers(writer, begin, 0.1, 14)
+        writer.launched(
+            "ncclDevKernel_SendRecv", begin + 1, begin + 14, begin + 15, 20, **arguments
+        )
+        handmade.layers(writer, begin, 15, 29.9, launched=1.1)
+    else:
+        writer.launched("ncclDevKernel_SendRecv", begin + 1, begin + 2, begin + 15, 20, **arguments)
+        handmade.layers(writer, begin, 15, 29.9, launched=1.1)
+
+
+@pytest.mark.parametrize("name", ["send and recv", "coalesced"])
+def test_a_pipeline_has_no_straggler(tmp_path, name):
+    paths = gpu_run(tmp_path, pipeline)
+    if name == "coalesced":
+        for path in paths:
+            path.write_text(path.read_text().replace('"send"', f'"{name}"'))
+            path.write_text(path.read_text().replace('"recv"', f'"{name}"'))
+    explanation = explain_traces(paths)
+    assert not {"straggler", "jitter"} & {finding.cause for finding in explanation.findings}
+    assert explanation.first.startswith(
+        "Sends and receives take 13.00 ms per step (43 %) on rank 1"
+    )
+    assert all(group.bus_gb_per_s is None for group in explanation.groups())
+    assert explanation.notes == []
+
+
 def test_groups_have_bytes_and_bus_bandwidth(tmp_path):
     (group,) = explain_traces(gpu_run(tmp_path, handmade.straggler)).groups()
     assert (group.operation, group.count, group.size_bytes) == ("all_reduce", 1, 40e6)
@@ -318,6 +362,40 @@ def test_ranks_with_other_steps_are_compared_where_they_meet(tmp_path):
     explanation = explain_traces(paths)
     assert any("different numbers of steps" in note for note in explanation.notes)
     assert any(finding.late_rank == 1 and finding.is_large for finding in explanation.findings)
+
+
+def renumbered(paths, by, without_sequence=False):
+    """Raise the numbers of the `ProfilerStep#` ranges, in place."""
+    for path in paths:
+        trace = json.loads(path.read_text())
+        for event in trace["traceEvents"]:
+            if event["name"].startswith("ProfilerStep#"):
+                event["name"] = f"ProfilerStep#{int(event['name'][13:]) + by}"
+            if without_sequence:
+                event.get("args", {}).pop("Seq", None)
+        path.write_text(json.dumps(trace))
+    return paths
+
+
+def test_ranks_that_number_their_steps_differently_are_compared_by_their_collectives(tmp_path):
+    extra_ms = [{1: 6}] * 10
+    paths = gpu_run(tmp_path, handmade.late_by(extra_ms), steps=10)
+    renumbered(paths[1:], by=100)
+    explanation = explain_traces(paths)
+    assert explanation.first == "Rank 0 waits 6.00 ms" + NAMED.format(pct=20)
+    assert list(explanation.ranks[1].steps) == list(range(5, 15))
+    assert any("number their steps differently" in note for note in explanation.notes)
+
+
+def test_ranks_without_a_common_step_are_accounted_for_by_themselves(tmp_path):
+    paths = gpu_run(tmp_path, handmade.straggler)
+    for path in paths:
+        renumbered([path], by=100 * paths.index(path), without_sequence=True)
+    explanation = explain_traces(paths)
+    assert explanation.notes[0].startswith("the ranks have no step in common: trace the same")
+    assert not any(finding.cause == "straggler" for finding in explanation.findings)
+    rows, _ = against(explanation, explanation)
+    assert {row.metrics["verdict"] for row in rows} <= {"tie", "in neither run"}
 
 
 def test_overlapping_steps_are_counted_once(tmp_path):
