@@ -368,7 +368,7 @@ def _rank_of(known: int | None, path: AnyPath, position: int) -> int:
 
 def _notes(ranks: Sequence[RankSteps]) -> list[str]:
     """Return sentences about what the traces lack."""
-    notes = []
+    notes = list(dict.fromkeys(note for rank in ranks for note in rank.trace.notes))
     counts = {rank.rank: len(rank.steps) for rank in ranks}
     if len(set(counts.values())) > 1:
         said = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())

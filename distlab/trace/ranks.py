@@ -315,7 +315,7 @@ def match(ranks: Sequence[RankSteps]) -> None:
     Collectives with a sequence number match by it. The others match by their place among those of
     the same operation and group in a step.
 
-    A send and a receive match nothing: a trace does not tell the peer, and each rank numbers its own.
+    Sends and receives match nothing: a trace does not tell the peer, and each rank numbers its own.
     """
     table: dict[tuple, dict[int, Message]] = {}
     for rank in ranks:

@@ -410,6 +410,36 @@ def test_overlapping_steps_are_counted_once(tmp_path):
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(windows))
 
 
+def test_numbers_that_come_again_are_further_steps(tmp_path):
+    """As of two profilers, one after the other."""
+    writer = Writer()
+    for place in range(6):
+        begin = place * STEP_MS
+        for late in (0, 0.01):  # each step is annotated twice
+            name = f"ProfilerStep#{place % 3}"
+            writer.span("user_annotation", name, begin + late, begin + STEP_MS + late)
+        handmade.layers(writer, begin, 0.1, 29.9)
+    rank = explain_traces([writer.write(tmp_path / "t.json")]).ranks[0]
+    assert list(rank.steps) == list(range(6))
+    lengths = [end - begin for begin, end in (step.window for step in rank.steps.values())]
+    assert lengths == pytest.approx([STEP_MS] * 6, abs=0.02)
+
+
+def test_the_waits_of_a_thread_that_launches_no_kernels_delay_none(tmp_path):
+    """As of a thread that saves a checkpoint, which copies to the host and waits."""
+
+    def saves(writer, begin):
+        handmade.layers(writer, begin, 0.1, 10)
+        copy = {"correlation": 10**6 + round(begin)}
+        writer.span("cuda_runtime", "cudaMemcpyAsync", begin + 1, begin + 1.01, tid=99, **copy)
+        writer.span("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", begin + 2, begin + 9, 8, **copy)
+        writer.span("cuda_runtime", "cudaStreamSynchronize", begin + 1.1, begin + 10, tid=99)
+        handmade.layers(writer, begin, 20, 29.9, launched=19.98)
+
+    found = explain_traces(gpu_run(tmp_path, saves)).findings[0]
+    assert (found.cause, found.ms) == ("host-bound", pytest.approx(10.2))
+
+
 def test_further_communication_is_named_by_a_pattern(tmp_path):
     writer = Writer()
     writer.launched("my_fabric_kernel", 1, 2, 4, tid=9)
