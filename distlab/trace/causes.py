@@ -177,6 +177,11 @@ class Finding:
         late = f"rank {self.late_rank}"
         behind = f", which spends more time in {self.behind}" if self.behind else ""
         said = f"Rank {self.rank} waits {much} for {late}{behind}."
+        if self.behind == PEER:
+            return (
+                f"Rank {self.rank} waits {much} for {late}, which waits longer in sends and "
+                "receives before. Use more micro-batches, or balance the stages."
+            )
         steps = self.compared_steps
         if steps == 0:
             return (
@@ -931,6 +936,7 @@ class Behind:
             name = "compute" if phase is None else f"compute of the {phase}"
             times[name] = cover.length(begin, end)
         times["copies"] = step.copies.length(begin, end)
+        times[PEER] = step.point_to_point.length(begin, end)
         for start, stop in step.idle.within(begin, end):
             reason = host.reason((start, stop))
             name = LAUNCHING if reason is None else reason[0]

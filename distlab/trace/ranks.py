@@ -132,6 +132,15 @@ class RankStep:
         busy = [*self.compute.intervals, *self.communication.intervals]
         return Cover(subtract([self.window], busy))
 
+    @functools.cached_property
+    def point_to_point(self) -> Cover:
+        """Time in which a send or a receive is exposed."""
+        found = []
+        for message in self.messages:
+            if message.is_point_to_point:
+                found += message.exposed
+        return Cover(found)
+
     def idle_before(self, moment: float) -> Interval | None:
         """Return the idle interval that ends at a moment, or None."""
         found = self.idle.within(moment - _TINY_MS, moment)
@@ -221,9 +230,15 @@ class Phases:
         backward = [(span.start_ms, span.end_ms) for span in host if span.role == "backward"]
         self._backward = Cover([*backward, *_named(ranges, ("distlab:backward",))])
         # Without any sign of a backward, work may belong to it all the same.
-        self._tells_backward = bool(self._backward.intervals) or any(
-            event.kind == "compute" and "Backward" in _operator(event) for event in events
-        )
+        self._tells_backward = bool(self._backward.intervals)
+        for event in events:
+            # A few kernels have such a name as well. Without operators, it tells of these alone.
+            is_operator = event.operator is not None or not event.lane.startswith("stream")
+            if event.kind == "compute" and is_operator and "Backward" in _operator(event):
+                self._tells_backward = True
+                break
+
+        self._launches = Counter(event.launched_ms for event in events if event.kind == "compute")
 
     def of(self, event: Event) -> str | None:
         """Return `forward`, `backward` or `optimizer`. None if the trace does not tell."""
@@ -235,9 +250,11 @@ class Phases:
             return "backward"
         if self._forward.contains(event.on_host_ms):
             return "forward"
-        # The kernels of a CUDA graph have one launch and no operator.
-        is_of_graph = event.lane.startswith("stream") and event.operator is None
-        if is_of_graph or not self._tells_backward:
+        # The kernels of a CUDA graph have one launch and no operator. Kernels whose launch the file
+        # lacks have None in common.
+        is_of_graph = self._launches[event.launched_ms] > 1 and event.operator is None
+        is_on_gpu = event.lane.startswith("stream")
+        if (is_on_gpu and is_of_graph) or not self._tells_backward:
             return None
         return "forward"
 

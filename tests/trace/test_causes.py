@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from distlab.measure.trace.kernels import short_kernel_name
+from distlab.measure.trace.reader import Event
 from distlab.trace import explain_traces
 from distlab.trace.explanation import parts_of
 from distlab.trace.page import against, records_of, result
+from distlab.trace.ranks import Phases
 from tests.trace import handmade
 from tests.trace.handmade import STEP_MS, STEPS, Writer, gpu_run
 
@@ -137,6 +139,19 @@ def test_compute_of_an_unknown_phase_is_not_called_forward(tmp_path):
     found = explain_traces(paths).findings[0]
     assert (found.cause, found.behind) == ("straggler", "compute")
     assert "find out why its compute is slower" in found.sentence
+
+
+def test_kernels_of_a_graph_have_no_phase_next_to_work_that_has_one():
+    def of_graph(launched_ms):
+        return Event("gemm", "compute", "stream 7", 5, 6, launched_ms)
+
+    backward = of_graph(3)._replace(operator="MmBackward0")
+    phases = Phases([of_graph(1), of_graph(1), of_graph(2), backward], [])
+    assert [phases.of(each) for each in (of_graph(1), of_graph(2), backward)] == [
+        None,
+        "forward",
+        "backward",
+    ]
 
 
 def first_sentence(folder, extra_ms):
@@ -318,6 +333,26 @@ def test_a_pipeline_has_no_straggler(tmp_path, name):
     )
     assert all(group.bus_gb_per_s is None for group in explanation.groups())
     assert explanation.notes == []
+
+
+def test_a_stage_that_waits_for_its_peer_is_not_told_to_do_less(tmp_path):
+    def then_meets(writer, begin):
+        received = 2 if writer.rank == 0 else 12
+        end = received + 10
+        called = {"Collective name": "recv"}
+        writer.launched(
+            "ncclDevKernel_SendRecv", begin + 1, begin + 1.5, begin + received, 20, **called
+        )
+        handmade.layers(writer, begin, received, end)
+        writer.all_reduce(begin + 1.1, begin + end, begin + 23)
+        handmade.layers(writer, begin, 23, 29.9, operator="MmBackward0", launched=0.5)
+
+    found = explain_traces(gpu_run(tmp_path, then_meets)).findings
+    assert found[0].cause == "send or receive" and found[0].rank == 1
+    assert found[1].sentence == (
+        "Rank 0 waits 10.00 ms per step (33 %) for rank 1, which waits longer in sends and "
+        "receives before. Use more micro-batches, or balance the stages."
+    )
 
 
 def test_groups_have_bytes_and_bus_bandwidth(tmp_path):
