@@ -4,14 +4,17 @@ Each exposed communication has the first of these causes that applies:
 
 1. *straggler*: it waits for a rank that arrives late, for at least half of its exposed time.
    If that rank is not late in most steps, or not beyond their spread, the cause is *jitter*;
-2. *small messages*: it moves fewer bytes than the network moves during its latency;
-3. *one CTA*: a large message, but NCCL's kernel runs on a single multiprocessor;
-4. *blocking wait*: the host waits for it, and launches further work only afterwards;
-5. *late launch*: the device was idle when the host launched it, or the copies into its buffer.
+2. *send or receive*: it is no collective, and may wait for its peer;
+3. *small messages*: it moves fewer bytes than the network moves during its latency;
+4. *one CTA*: a large message, but NCCL's kernel runs on a single multiprocessor;
+5. *blocking wait*: the host waits for it, and launches further work only afterwards;
+6. *late launch*: the device was idle when the host launched it, or the copies into its buffer.
    If the host was late for a reason that has a name (reading a value, data loading), that is the
    cause;
-6. *end of step*: only the optimizer is left, which needs its result;
-7. *dependency*: further work follows, and waits for it.
+7. *end of step*: only the optimizer is left, which needs its result;
+8. *dependency*: further work follows, and waits for it.
+
+*Copies* are those next to which nothing computes or communicates.
 
 Each idle interval has one of the causes data loading, garbage collection, item, synchronisation,
 late launch, small messages (the host prepares them), host-bound (without a GPU: between operators)
@@ -32,16 +35,18 @@ from distlab.measure.trace.intervals import Cover, Interval, total
 from distlab.measure.trace.kernels import short_kernel_name
 from distlab.measure.trace.reader import Event, HostSpan
 from distlab.report.derived import few_pairs_ratio
-from distlab.trace.ranks import Message, RankStep, RankSteps
+from distlab.trace.ranks import Message, RankStep, RankSteps, common_steps
 
 STRAGGLER = "straggler"
 JITTER = "jitter"
+PEER = "send or receive"
 SMALL = "small messages"
 ONE_CTA = "one CTA"
 BLOCKING = "blocking wait"
 LATE = "late launch"
 LAST = "end of step"
 DEPENDENCY = "dependency"
+COPIES = "copies"
 LOADER = "data loading"
 GARBAGE = "garbage collection"
 ITEM = "item"
@@ -137,6 +142,11 @@ class Finding:
         return self.pct >= FINDING_PCT and self.cause != UNKNOWN and not self.is_price
 
     @property
+    def is_unexplained(self) -> bool:
+        """True if it would be worth acting on, and the trace does not tell how."""
+        return self.pct >= FINDING_PCT and self.cause == UNKNOWN
+
+    @property
     def about(self) -> str:
         """Its main subject in words, with the Python frame if there is one."""
         if self.is_price:
@@ -167,7 +177,17 @@ class Finding:
         late = f"rank {self.late_rank}"
         behind = f", which spends more time in {self.behind}" if self.behind else ""
         said = f"Rank {self.rank} waits {much} for {late}{behind}."
+        if self.behind == PEER:
+            return (
+                f"Rank {self.rank} waits {much} for {late}, which waits longer in sends and "
+                "receives before. Use more micro-batches, or balance the stages."
+            )
         steps = self.compared_steps
+        if steps == 0:
+            return (
+                f"{said} The ranks have no step in common, so this cannot tell whether {late} is "
+                "always the late one: trace the same steps on all ranks."
+            )
         if steps < MIN_SAMPLES:
             return (
                 f"{said} {steps} step{'s' * (steps != 1)} cannot tell whether {late} is always the "
@@ -209,6 +229,11 @@ _LONG_GAPS = (
     "something else there, such as waiting or preparing data."
 )
 _SENTENCES = {
+    PEER: (
+        "Sends and receives take {much} {where} in which nothing computes, mostly {detail}. They "
+        "include the wait for the peer. Start them earlier, use more micro-batches, or balance the "
+        "stages."
+    ),
     SMALL: (
         "Small messages cost {much} {where}, mostly {detail}: their latency counts, not their "
         "bytes. Use larger buckets, or coalesce the messages."
@@ -235,6 +260,10 @@ _SENTENCES = {
         "Compute waits for communication, {much} {where}, mostly for {detail}: nothing else was "
         "ready. Start it earlier (prefetch), or split the work so that something is left to "
         "compute."
+    ),
+    COPIES: (
+        "Copies take {much} {where} in which nothing computes, mostly {detail}. Copy less, or copy "
+        "earlier: from pinned memory, with non_blocking=True, on a stream of their own."
     ),
     LOADER: (
         "The step waits {much} {where} for data ({detail}). Use more DataLoader workers, prefetch, "
@@ -281,9 +310,10 @@ def findings(ranks: Sequence[RankSteps]) -> tuple[list[Finding], list[Blame]]:
             for message in step.messages:
                 if message.exposed:
                     found += why_exposed(message, step, host, behind, small_bytes)
+            found += exposed_copies(step)
             found += why_idle(step, host, small_bytes)
         causes[rank.rank] = found
-    compared = set.intersection(*(set(rank.steps) for rank in ranks))
+    compared = common_steps(ranks)
     causes = _with_jitter(causes, ranks, compared)
     exposed = []
     totals: dict[tuple, dict[int, list[Blame]]] = defaultdict(lambda: defaultdict(list))
@@ -472,7 +502,8 @@ def latency_bytes(ranks: Sequence[RankSteps]) -> float:
         for step in rank.steps.values():
             for message in step.messages:
                 size = message.event.collective.size_bytes
-                if size and message.ms > 0:
+                # The duration of a receive is mostly the wait for its peer.
+                if size and message.ms > 0 and not message.is_point_to_point:
                     shortest_ms[size] = min(message.ms, shortest_ms.get(size, message.ms))
     # If even the largest message is not large, it may be mostly latency, and tells no bandwidth.
     if not shortest_ms or max(shortest_ms) < LARGE_BYTES:
@@ -609,7 +640,9 @@ def why_exposed(
         left_ms -= wait_ms
     # The rest is what the message would also take if all ranks came at once.
     if left_ms > 0:
-        cause, about = _own_cause(message.event, step, host, small_bytes)
+        cause, about = PEER, named(message.event)
+        if not message.is_point_to_point:
+            cause, about = _own_cause(message.event, step, host, small_bytes)
         found.append(Blame(cause, left_ms, about, message=message))
     return found
 
@@ -659,6 +692,25 @@ def _first_copy(event: Event, step: RankStep, host: Host) -> Event:
             break
         first = earlier
     return first
+
+
+def exposed_copies(step: RankStep) -> list[Blame]:
+    """Return the copies of a step next to which nothing computes or communicates.
+
+    They add up to the copies of the step's account.
+    """
+    begin, end = step.window
+    counted_to = begin  # time before it belongs to copies that began earlier
+    found = []
+    for event in step.events:
+        if event.kind != "copy":
+            continue
+        first, last = max(event.start_ms, counted_to), min(event.end_ms, end)
+        ms = step.without_work.length(first, last) if first < last else 0.0
+        if ms > 0:
+            found.append(Blame(COPIES, ms, event.name))
+        counted_to = max(counted_to, event.end_ms)
+    return found
 
 
 def why_idle(step: RankStep, host: Host, small_bytes: float) -> list[Blame]:
@@ -796,6 +848,9 @@ def contention(rank: RankSteps) -> list[Blame]:
         for event in step.events:
             if event.kind != "compute" or event.grid is None:
                 continue
+            # It began in an earlier step, which has compared it.
+            if event.start_ms < step.window[0]:
+                continue
             ms = event.end_ms - event.start_ms
             share = step.communication.length(event.start_ms, event.end_ms) / ms if ms else 0.0
             # The same kernel on another grid has other work, and its times are not comparable.
@@ -878,8 +933,10 @@ class Behind:
         end = max(message.event.start_ms, begin)
         times = {}
         for phase, cover in step.compute_by_phase.items():
-            times[f"compute of the {phase}"] = cover.length(begin, end)
+            name = "compute" if phase is None else f"compute of the {phase}"
+            times[name] = cover.length(begin, end)
         times["copies"] = step.copies.length(begin, end)
+        times[PEER] = step.point_to_point.length(begin, end)
         for start, stop in step.idle.within(begin, end):
             reason = host.reason((start, stop))
             name = LAUNCHING if reason is None else reason[0]

@@ -18,7 +18,7 @@ from distlab.measure.trace.reader import read_trace
 from distlab.measure.trace.stream import Progress
 from distlab.text import for_terminal
 from distlab.trace.causes import Blame, Finding, findings, named
-from distlab.trace.ranks import RankSteps, match, rank_steps
+from distlab.trace.ranks import RankSteps, common_steps, match, number_alike, rank_steps
 from distlab.trace.steps import find_steps
 
 WIDTH = 100  # characters of a line
@@ -37,7 +37,8 @@ class Group:
         ms: sum of their durations, with waiting.
         exposed_ms: ms of them that nothing covers.
         size_bytes: bytes of all messages. None if the trace does not have them.
-        bus_gb_per_s: bus bandwidth in GB/s, without waiting for late ranks. None without bytes.
+        bus_gb_per_s: bus bandwidth in GB/s, without waiting for late ranks. None without bytes, and
+            for sends and receives.
     """
 
     operation: str
@@ -100,6 +101,13 @@ class Explanation:
         for finding in self.findings:
             if finding.is_large:
                 return finding.sentence
+        for finding in self.findings:
+            if finding.is_unexplained:
+                return (
+                    "No cause with a remedy takes 5 % of the step, but nothing runs for "
+                    f"{finding.ms:.2f} ms per step ({finding.pct:.0f} %) on rank {finding.rank}, "
+                    "although the next work was queued. Look at the timeline of the longest step."
+                )
         return "Nothing to act on: no cause of lost time takes 5 % of the step."
 
     @property
@@ -108,24 +116,34 @@ class Explanation:
         slowest = max(self.ranks, key=lambda rank: rank.mean.step_ms)
         mean = slowest.mean
         steps = len(slowest.steps)
+        # The ranks wait for each other. So even then the step is as long as on the rank that needs
+        # most time without its exposed communication.
+        without_ms = max(rank.mean.step_ms - rank.mean.exposed_ms for rank in self.ranks)
+        saved_ms = mean.step_ms - without_ms
         overlap = "no communication"
         if mean.overlap_pct is not None:
             overlap = f"{mean.overlap_pct:.0f} % of communication overlapped"
         return (
             f"{len(self.ranks)} rank{'s' * (len(self.ranks) > 1)}, {steps} "
             f"step{'s' * (steps > 1)} (by {slowest.found_by}) of {mean.step_ms:.2f} ms on average: "
-            f"{overlap}; perfect overlap would save {mean.exposed_ms:.2f} ms "
-            f"({100 * mean.exposed_ms / mean.step_ms:.0f} %)"
+            f"{overlap}; perfect overlap would save {saved_ms:.2f} ms "
+            f"({100 * saved_ms / mean.step_ms:.0f} %)"
         )
 
     def groups(self) -> list[Group]:
         """Return the communication by operation and group, the most exposed first."""
         messages = defaultdict(list)
+        exposed_ms = Counter()
         for rank in self.ranks:
+            counted = set()
             for step in rank.steps.values():
                 for message in step.messages:
                     known = message.event.collective
-                    messages[known.operation, known.group].append(message)
+                    exposed_ms[known.operation, known.group] += message.exposed_ms
+                    # One that a step's end divides is exposed in both steps, but is one message.
+                    if id(message.event) not in counted:
+                        counted.add(id(message.event))
+                        messages[known.operation, known.group].append(message)
         steps = sum(len(rank.steps) for rank in self.ranks)
         found = []
         for (operation, group), several in messages.items():
@@ -137,14 +155,15 @@ class Explanation:
                 # Without the wait for the late rank, in which nothing is sent. With it, a straggler
                 # would look like a slow network.
                 moving_ms = sum(each.ms - each.wait_ms for each in several) / steps
-                if ranks > 1 and moving_ms > 0:
+                # The duration of a receive contains the wait for its peer, which is not known.
+                if ranks > 1 and moving_ms > 0 and not several[0].is_point_to_point:
                     bus = _bus_factor(operation, ranks) * size_bytes / moving_ms / 1e6
             group_found = Group(
                 operation=operation,
                 group=group or "unknown",
                 count=len(several) / steps,
                 ms=sum(each.ms for each in several) / steps,
-                exposed_ms=sum(each.exposed_ms for each in several) / steps,
+                exposed_ms=exposed_ms[operation, group] / steps,
                 size_bytes=size_bytes,
                 bus_gb_per_s=bus,
             )
@@ -155,9 +174,12 @@ class Explanation:
         """Return the kernels of the first rank with the most time."""
         ms, count = Counter(), Counter()
         rank = self.ranks[0]
+        counted = set()
         for step in rank.steps.values():
             for event in step.events:
-                if event.kind == "compute":
+                # A step's end may divide a kernel, which then is an event of both steps.
+                if event.kind == "compute" and id(event) not in counted:
+                    counted.add(id(event))
                     ms[event.name] += event.end_ms - event.start_ms
                     count[event.name] += 1
         steps = len(rank.steps)
@@ -208,10 +230,14 @@ class Explanation:
     def samples(self) -> dict[str, list[float]]:
         """Return part of the step → its ms in each step, on the average rank."""
         # Only steps that all ranks have: a mean over other ranks in each step would jump.
-        numbers = set.intersection(*(set(rank.steps) for rank in self.ranks))
+        numbers = common_steps(self.ranks)
+        steps = [[rank.steps[number] for number in sorted(numbers)] for rank in self.ranks]
+        if not numbers:
+            # Then the first step of each rank with the first one of the others, and so on.
+            steps = [list(rank.steps.values()) for rank in self.ranks]
         found = defaultdict(list)
-        for number in sorted(numbers):
-            parts = [parts_of(rank.steps[number].account) for rank in self.ranks]
+        for of_ranks in zip(*steps, strict=False):
+            parts = [parts_of(step.account) for step in of_ranks]
             for part in parts[0]:
                 found[part].append(statistics.fmean(each[part] for each in parts))
         return dict(found)
@@ -323,10 +349,13 @@ def explain_traces(
                 )
         ranks.append(rank_steps(trace, find_steps(trace, window), rank))
     ranks.sort(key=lambda rank: rank.rank)
+    notes = []
+    if number_alike(ranks):
+        notes.append("the ranks number their steps differently; the collectives tell which are one")
     # Before the causes: waits for a late rank follow from the durations on the other ranks.
     match(ranks)
     found, exposed = findings(ranks)
-    return Explanation(ranks, found, exposed, _notes(ranks))
+    return Explanation(ranks, found, exposed, [*notes, *_notes(ranks)])
 
 
 def _rank_of(known: int | None, path: AnyPath, position: int) -> int:
@@ -339,12 +368,24 @@ def _rank_of(known: int | None, path: AnyPath, position: int) -> int:
 
 def _notes(ranks: Sequence[RankSteps]) -> list[str]:
     """Return sentences about what the traces lack."""
-    notes = []
+    notes = list(dict.fromkeys(note for rank in ranks for note in rank.trace.notes))
     counts = {rank.rank: len(rank.steps) for rank in ranks}
     if len(set(counts.values())) > 1:
         said = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
         notes.append(f"the ranks have different numbers of steps ({said})")
-    messages = [m for rank in ranks for step in rank.steps.values() for m in step.messages]
+    if not common_steps(ranks):
+        notes.append(
+            "the ranks have no step in common: trace the same steps on all ranks, so that waiting "
+            "for a late rank can be told"
+        )
+    messages = []
+    for rank in ranks:
+        for step in rank.steps.values():
+            for message in step.messages:
+                # One that began before the step counts there, and no other rank tells the peer of a
+                # send.
+                if message.place is not None and not message.is_point_to_point:
+                    messages.append(message)
     if len(ranks) == 1 and messages:
         notes.append("with the traces of all ranks, waiting for a late rank can be told")
     unmatched = sum(len(message.peers) < 2 for message in messages)

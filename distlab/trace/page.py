@@ -133,6 +133,13 @@ def result(records: Records) -> str:
                 f"{record.variant}, {record.metrics['ms']:.2f} ms per step "
                 f"({record.metrics['pct']:.0f} %)"
             )
+    for record in records:
+        is_unexplained = record.config["part"] == CAUSES and record.variant == UNKNOWN
+        if is_unexplained and record.metrics["pct"] >= FINDING_PCT:
+            return (
+                f"idle for an unknown reason, {record.metrics['ms']:.2f} ms per step "
+                f"({record.metrics['pct']:.0f} %)"
+            )
     return f"no cause of lost time takes {FINDING_PCT:g} % of the step"
 
 

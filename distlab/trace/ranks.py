@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from distlab.measure.trace.account import StepAccount, account
 from distlab.measure.trace.capture import OPTIMIZER
 from distlab.measure.trace.intervals import Cover, Interval, subtract
 from distlab.measure.trace.kernels import category
+from distlab.measure.trace.names import POINT_TO_POINT, operation_of
 from distlab.measure.trace.reader import Event, HostSpan, Trace
 from distlab.trace.steps import Steps
 
@@ -31,7 +33,7 @@ class Message:
         place: number among the communications of its operation and group in the step. None if it
             began before the step.
         exposed: intervals in which neither compute nor an earlier communication covers it.
-        peers: rank → the same collective there, this rank included.
+        peers: rank → the same collective there, this rank included. Empty for a send and a receive.
     """
 
     event: Event
@@ -50,6 +52,14 @@ class Message:
     def exposed_ms(self) -> float:
         """Length of `exposed` in ms."""
         return sum(end - start for start, end in self.exposed)
+
+    @property
+    def is_point_to_point(self) -> bool:
+        """True for a send, a receive, and several of them in one kernel."""
+        operation = self.event.collective.operation
+        if operation == "other":  # c10d calls several of them `coalesced`
+            operation = operation_of(self.event.name)
+        return operation == POINT_TO_POINT
 
     @property
     def late_rank(self) -> int | None:
@@ -116,6 +126,21 @@ class RankStep:
         busy = [*self.compute.intervals, *self.copies.intervals]
         return Cover(subtract([self.window], busy))
 
+    @functools.cached_property
+    def without_work(self) -> Cover:
+        """Time in which nothing computes or communicates; something may be copied."""
+        busy = [*self.compute.intervals, *self.communication.intervals]
+        return Cover(subtract([self.window], busy))
+
+    @functools.cached_property
+    def point_to_point(self) -> Cover:
+        """Time in which a send or a receive is exposed."""
+        found = []
+        for message in self.messages:
+            if message.is_point_to_point:
+                found += message.exposed
+        return Cover(found)
+
     def idle_before(self, moment: float) -> Interval | None:
         """Return the idle interval that ends at a moment, or None."""
         found = self.idle.within(moment - _TINY_MS, moment)
@@ -171,9 +196,9 @@ class RankStep:
         return events, [event.start_ms for event in events]
 
     @functools.cached_property
-    def compute_by_phase(self) -> dict[str, Cover]:
-        """Phase → time in which its work computes."""
-        intervals: dict[str, list[Interval]] = {}
+    def compute_by_phase(self) -> dict[str | None, Cover]:
+        """Phase (None if it is not known) → time in which its work computes."""
+        intervals: dict[str | None, list[Interval]] = {}
         for event in self.events:
             if event.kind == "compute":
                 phase = self.phases.of(event)
@@ -201,19 +226,42 @@ class Phases:
         ranges = [event for event in events if event.kind == "range"]
         names = (OPTIMIZER, OPTIMIZER_STEP)
         self._optimizer = Cover(_named(ranges, names))
+        self._forward = Cover(_named(ranges, ("distlab:forward",)))
         backward = [(span.start_ms, span.end_ms) for span in host if span.role == "backward"]
         self._backward = Cover([*backward, *_named(ranges, ("distlab:backward",))])
+        # Without any sign of a backward, work may belong to it all the same.
+        self._tells_backward = bool(self._backward.intervals)
+        for event in events:
+            # A few kernels have such a name as well. Without operators, it tells of these alone.
+            is_operator = event.operator is not None or not event.lane.startswith("stream")
+            if event.kind == "compute" and is_operator and "Backward" in _operator(event):
+                self._tells_backward = True
+                break
 
-    def of(self, event: Event) -> str:
-        """Return `forward`, `backward` or `optimizer`."""
+        self._launches = Counter(event.launched_ms for event in events if event.kind == "compute")
+
+    def of(self, event: Event) -> str | None:
+        """Return `forward`, `backward` or `optimizer`. None if the trace does not tell."""
         if self._optimizer.contains(event.on_host_ms):
             return "optimizer"
         if category(event.name, event.operator) == "optimizer":
             return "optimizer"
-        operator = event.operator or event.name
-        if "Backward" in operator or self._backward.contains(event.on_host_ms):
+        if "Backward" in _operator(event) or self._backward.contains(event.on_host_ms):
             return "backward"
+        if self._forward.contains(event.on_host_ms):
+            return "forward"
+        # The kernels of a CUDA graph have one launch and no operator. Kernels whose launch the file
+        # lacks have None in common.
+        is_of_graph = self._launches[event.launched_ms] > 1 and event.operator is None
+        is_on_gpu = event.lane.startswith("stream")
+        if (is_on_gpu and is_of_graph) or not self._tells_backward:
+            return None
         return "forward"
+
+
+def _operator(event: Event) -> str:
+    """Return the operator that launched an event, else its own name."""
+    return event.operator or event.name
 
 
 @dataclass(eq=False)
@@ -283,13 +331,15 @@ def match(ranks: Sequence[RankSteps]) -> None:
 
     Collectives with a sequence number match by it. The others match by their place among those of
     the same operation and group in a step.
+
+    Sends and receives match nothing: a trace does not tell the peer, and each rank numbers its own.
     """
     table: dict[tuple, dict[int, Message]] = {}
     for rank in ranks:
         for step in rank.steps.values():
             for message in step.messages:
                 # It began in an earlier step, where it has a place.
-                if message.place is None:
+                if message.place is None or message.is_point_to_point:
                     continue
                 known = message.event.collective
                 # Without a sequence number: the n-th all-reduce of a group in step k is the same
@@ -301,6 +351,54 @@ def match(ranks: Sequence[RankSteps]) -> None:
     for peers in table.values():
         for message in peers.values():
             message.peers = peers
+
+
+def number_alike(ranks: Sequence[RankSteps]) -> bool:
+    """Number the steps of all ranks alike if no number is common to all of them.
+
+    Each rank gets the numbers of the first one, by the collectives that both have.
+
+    Returns:
+        True if a rank has other numbers now.
+    """
+    if len(ranks) < 2 or common_steps(ranks):
+        return False
+    first, *others = ranks
+    known = _step_of_collective(first)
+    is_changed = False
+    for rank in others:
+        differences = Counter()
+        for key, number in _step_of_collective(rank).items():
+            if key in known:
+                differences[number - known[key]] += 1
+        # A collective at a step's end may begin a step later on another rank, but few do.
+        ((difference, _),) = differences.most_common(1) or [(0, 0)]
+        if difference == 0:
+            continue
+        is_changed = True
+        for step in rank.steps.values():
+            step.number -= difference
+            for message in step.messages:
+                message.step = step.number
+        rank.steps = {step.number: step for step in rank.steps.values()}
+    return is_changed
+
+
+def common_steps(ranks: Sequence[RankSteps]) -> set[int]:
+    """Return the numbers of the steps that all ranks have."""
+    return set.intersection(*(set(rank.steps) for rank in ranks))
+
+
+def _step_of_collective(rank: RankSteps) -> dict[tuple, int]:
+    """Return (operation, group, sequence number) → number of the step in which it begins."""
+    found = {}
+    for step in rank.steps.values():
+        for message in step.messages:
+            known = message.event.collective
+            is_numbered = message.place is not None and known.sequence is not None
+            if is_numbered and not message.is_point_to_point:
+                found[known.operation, known.group, known.sequence] = step.number
+    return found
 
 
 def _messages(events: Sequence[Event], window: Interval, step: int, rank: int) -> list[Message]:

@@ -42,7 +42,7 @@ def find_steps(trace: Trace, window: Interval | None = None) -> Steps:
         window: interval in ms, since the first event of the trace, to take as the only step.
 
     Raises:
-        ValueError: the trace has no events, or none in the window.
+        ValueError: the trace has no events, none in the window, or none that takes time.
     """
     work = [event for event in trace.events if event.kind != "range"]
     if not work:
@@ -67,19 +67,24 @@ def find_steps(trace: Trace, window: Interval | None = None) -> Steps:
             )
         return Steps("--window", {0: window})
     if any(event.name == STEP for event in trace.events):
-        return Steps("distlab:step ranges", _numbered(step_windows(trace.events)))
+        numbered = _numbered(step_windows(trace.events))
+        if numbered:
+            return Steps("distlab:step ranges", numbered)
     annotated = _by_profiler_step(trace)
     if annotated:
         return Steps("ProfilerStep# ranges", annotated)
-    repeated = _by_repetition(trace.events)
+    repeated = _numbered(_by_repetition(trace.events))
     if repeated:
-        return Steps("repetition of the work", _numbered(repeated))
+        return Steps("repetition of the work", repeated)
     whole = (work[0].start_ms, end_ms)
+    if whole[0] >= whole[1]:
+        raise ValueError(f"{trace.path}: none of its work takes any time; profile again")
     return Steps("nothing: the whole trace counts as one step", {0: whole})
 
 
 def _numbered(windows: Sequence[Interval]) -> dict[int, Interval]:
-    return dict(enumerate(windows))
+    """Number the windows, without those that are empty."""
+    return dict(enumerate(window for window in windows if window[0] < window[1]))
 
 
 def _by_profiler_step(trace: Trace) -> dict[int, Interval]:
@@ -107,16 +112,27 @@ def _by_profiler_step(trace: Trace) -> dict[int, Interval]:
         launched = bisect_left(launches, host_ms)
         return host_ms if launched == 0 else max(host_ms, ends[launched - 1])
 
-    found = {}
+    numbers: list[int] = []
+    seen: set[int] = set()
+    windows: list[Interval] = []
     last_end = -np.inf
     for marker in sorted(markers, key=lambda event: event.start_ms):
+        number = int(marker.name.removeprefix(PROFILER_STEP))
         # Ranges may overlap by a few µs, or by much in a damaged file. A moment has one step.
-        begin = max(on_device(marker.start_ms), last_end)
+        whole_begin = on_device(marker.start_ms)
+        begin = max(whole_begin, last_end)
         end = on_device(marker.end_ms)
-        if begin < end:
-            found[int(marker.name.removeprefix(PROFILER_STEP))] = (begin, end)
+        # Two profilers at the same time annotate each step twice.
+        is_same = number in seen and end - begin < 0.5 * (end - whole_begin)
+        if begin < end and not is_same:
+            numbers.append(number)
+            seen.add(number)
+            windows.append((begin, end))
             last_end = end
-    return found
+    # A second profiler in the same process counts from 0 again.
+    if len(seen) < len(numbers):
+        return _numbered(windows)
+    return dict(zip(numbers, windows, strict=True))
 
 
 def _by_repetition(events: Sequence[Event]) -> list[Interval]:

@@ -79,6 +79,23 @@ def test_on_a_cpu_operators_compute_and_waiting_does_not(tmp_path):
     ]
 
 
+def test_a_send_on_the_threads_own_time_does_not_hide_its_operators(tmp_path):
+    """gloo's send and receive are on the thread that calls them, unlike its collectives."""
+    events = written(
+        tmp_path / "trace.json",
+        span("cpu_op", "aten::mm", 1000, 500),
+        span("user_annotation", "gloo:send", 2000, 900),  # until the caller waits for it
+        span("cpu_op", "aten::addmm", 2100, 700),
+        span("user_annotation", "gloo:all_reduce", 3000, 500, tid=9),
+        span("cpu_op", "aten::div_", 3400, 50, tid=9),
+        # A backend that records collectives on the caller's thread
+        span("user_annotation", "mpi:all_reduce", 4000, 500),
+        span("cpu_op", "aten::add", 4100, 100),
+    )
+    names = [event.name for event in events if event.kind == "compute"]
+    assert names == ["aten::mm", "aten::addmm", "aten::add"]
+
+
 @pytest.mark.parametrize(
     "data",
     [

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from distlab.measure.trace.kernels import short_kernel_name
+from distlab.measure.trace.reader import Event
 from distlab.trace import explain_traces
 from distlab.trace.explanation import parts_of
+from distlab.trace.page import against, records_of, result
+from distlab.trace.ranks import Phases
 from tests.trace import handmade
 from tests.trace.handmade import STEP_MS, STEPS, Writer, gpu_run
 
@@ -33,6 +36,65 @@ def test_a_healthy_run_has_no_finding(tmp_path):
     assert not any(finding.is_large for finding in explanation.findings)
     assert explanation.first.startswith("Nothing to act on")
     assert explanation.ranks[0].mean.overlap_pct == pytest.approx(100)
+
+
+def test_copies_next_to_which_nothing_computes_are_a_cause(tmp_path):
+    def offloads(writer, begin):
+        for at in (0.1, 3):  # two at the same time, and 1 ms of them next to compute
+            writer.span("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", begin + at, begin + 9, 8)
+        handmade.layers(writer, begin, 8, 29.9)
+
+    explanation = explain_traces(gpu_run(tmp_path, offloads))
+    assert explanation.first == (
+        "Copies take 7.90 ms per step (26 %) on rank 0 in which nothing computes, mostly Memcpy "
+        "HtoD (Pinned -> Device). Copy less, or copy earlier: from pinned memory, with "
+        "non_blocking=True, on a stream of their own."
+    )
+    assert explanation.ranks[0].mean.copy_ms == pytest.approx(explanation.findings[0].ms)
+
+
+def test_idle_time_without_a_known_cause_is_not_called_nothing(tmp_path):
+    def pauses(writer, begin):
+        handmade.layers(writer, begin, 0.1, 10)
+        handmade.layers(writer, begin, 20, 29.9, launched=0.5)
+
+    explanation = explain_traces(gpu_run(tmp_path, pauses))
+    assert explanation.first == (
+        "No cause with a remedy takes 5 % of the step, but nothing runs for 10.00 ms per step (33 "
+        "%) on rank 0, although the next work was queued. Look at the timeline of the longest step."
+    )
+    assert result(records_of(explanation)) == (
+        "idle for an unknown reason, 10.00 ms per step (33 %)"
+    )
+
+
+def test_perfect_overlap_saves_no_more_than_the_rank_that_computes_most_can(tmp_path):
+    explanation = explain_traces(gpu_run(tmp_path, handmade.straggler))
+    exposed_ms = [rank.mean.exposed_ms for rank in explanation.ranks]
+    assert exposed_ms == pytest.approx([8, 2])
+    # In steps of the same length, noise decides which rank is the slower one.
+    assert "perfect overlap would save 2.00 ms (7 %)" in explanation.summary
+
+
+def test_what_a_steps_end_divides_counts_once(tmp_path):
+    def beyond_its_end(writer, begin):
+        handmade.layers(writer, begin, 1, 29, ms=28)
+        writer.all_reduce(begin + 0.6, begin + 26, begin + 34)
+        writer.launched("late kernel", begin + 0.7, begin + 26, begin + 32, tid=9)
+
+    explanation = explain_traces(gpu_run(tmp_path, beyond_its_end))
+    (group,) = explanation.groups()
+    assert (group.count, group.ms, group.size_bytes) == pytest.approx((1, 8, 40e6))
+    kernels = {kernel.name: (kernel.count, kernel.ms) for kernel in explanation.kernels()}
+    assert kernels["late kernel"] == pytest.approx((1, 6))
+    # The rest is exposed in the step after it.
+    assert group.exposed_ms == pytest.approx(sum(exposed_of(explanation)) / (2 * STEPS))
+
+
+def exposed_of(explanation):
+    """Return the exposed communication of every step of every rank, in ms."""
+    steps = [step for rank in explanation.ranks for step in rank.steps.values()]
+    return [step.account.exposed_ms for step in steps]
 
 
 def test_the_timeline_has_the_launches_and_waits_of_the_host(tmp_path):
@@ -65,6 +127,31 @@ def test_a_straggler_is_named_with_the_part_in_which_it_falls_behind(tmp_path):
     found = explain_traces(gpu_run(tmp_path, late_data)).findings
     straggler = next(finding for finding in found if finding.cause == "straggler")
     assert (straggler.late_rank, straggler.behind) == (1, "data loading")
+
+
+def test_compute_of_an_unknown_phase_is_not_called_forward(tmp_path):
+    """As the kernels of a CUDA graph, which have one launch and no operators."""
+    paths = gpu_run(tmp_path, handmade.straggler)
+    for path in paths:
+        trace = json.loads(path.read_text())
+        kept = [event for event in trace["traceEvents"] if event.get("cat") != "cpu_op"]
+        path.write_text(json.dumps(trace | {"traceEvents": kept}))
+    found = explain_traces(paths).findings[0]
+    assert (found.cause, found.behind) == ("straggler", "compute")
+    assert "find out why its compute is slower" in found.sentence
+
+
+def test_kernels_of_a_graph_have_no_phase_next_to_work_that_has_one():
+    def of_graph(launched_ms):
+        return Event("gemm", "compute", "stream 7", 5, 6, launched_ms)
+
+    backward = of_graph(3)._replace(operator="MmBackward0")
+    phases = Phases([of_graph(1), of_graph(1), of_graph(2), backward], [])
+    assert [phases.of(each) for each in (of_graph(1), of_graph(2), backward)] == [
+        None,
+        "forward",
+        "backward",
+    ]
 
 
 def first_sentence(folder, extra_ms):
@@ -216,6 +303,58 @@ def test_a_collective_within_an_earlier_one_has_no_exposed_time(tmp_path):
     assert [message.exposed_ms for message in step.messages] == pytest.approx([7, 0])
 
 
+def pipeline(writer, begin):
+    """Add a step of one micro-batch in a pipeline: stage 1 receives what stage 0 has computed."""
+    of_stage = {"Seq": writer.number, "dtype": "Float", "Group size": 2, "In msg nelems": 10**7}
+    called = {0: "send", 1: "recv"}[writer.rank]
+    arguments = {"Collective name": called, **of_stage}
+    if writer.rank == 0:
+        handmade.layers(writer, begin, 0.1, 14)
+        writer.launched(
+            "ncclDevKernel_SendRecv", begin + 1, begin + 14, begin + 15, 20, **arguments
+        )
+        handmade.layers(writer, begin, 15, 29.9, launched=1.1)
+    else:
+        writer.launched("ncclDevKernel_SendRecv", begin + 1, begin + 2, begin + 15, 20, **arguments)
+        handmade.layers(writer, begin, 15, 29.9, launched=1.1)
+
+
+@pytest.mark.parametrize("name", ["send and recv", "coalesced"])
+def test_a_pipeline_has_no_straggler(tmp_path, name):
+    paths = gpu_run(tmp_path, pipeline)
+    if name == "coalesced":
+        for path in paths:
+            path.write_text(path.read_text().replace('"send"', f'"{name}"'))
+            path.write_text(path.read_text().replace('"recv"', f'"{name}"'))
+    explanation = explain_traces(paths)
+    assert not {"straggler", "jitter"} & {finding.cause for finding in explanation.findings}
+    assert explanation.first.startswith(
+        "Sends and receives take 13.00 ms per step (43 %) on rank 1"
+    )
+    assert all(group.bus_gb_per_s is None for group in explanation.groups())
+    assert explanation.notes == []
+
+
+def test_a_stage_that_waits_for_its_peer_is_not_told_to_do_less(tmp_path):
+    def then_meets(writer, begin):
+        received = 2 if writer.rank == 0 else 12
+        end = received + 10
+        called = {"Collective name": "recv"}
+        writer.launched(
+            "ncclDevKernel_SendRecv", begin + 1, begin + 1.5, begin + received, 20, **called
+        )
+        handmade.layers(writer, begin, received, end)
+        writer.all_reduce(begin + 1.1, begin + end, begin + 23)
+        handmade.layers(writer, begin, 23, 29.9, operator="MmBackward0", launched=0.5)
+
+    found = explain_traces(gpu_run(tmp_path, then_meets)).findings
+    assert found[0].cause == "send or receive" and found[0].rank == 1
+    assert found[1].sentence == (
+        "Rank 0 waits 10.00 ms per step (33 %) for rank 1, which waits longer in sends and "
+        "receives before. Use more micro-batches, or balance the stages."
+    )
+
+
 def test_groups_have_bytes_and_bus_bandwidth(tmp_path):
     (group,) = explain_traces(gpu_run(tmp_path, handmade.straggler)).groups()
     assert (group.operation, group.count, group.size_bytes) == ("all_reduce", 1, 40e6)
@@ -260,6 +399,40 @@ def test_ranks_with_other_steps_are_compared_where_they_meet(tmp_path):
     assert any(finding.late_rank == 1 and finding.is_large for finding in explanation.findings)
 
 
+def renumbered(paths, by, without_sequence=False):
+    """Raise the numbers of the `ProfilerStep#` ranges, in place."""
+    for path in paths:
+        trace = json.loads(path.read_text())
+        for event in trace["traceEvents"]:
+            if event["name"].startswith("ProfilerStep#"):
+                event["name"] = f"ProfilerStep#{int(event['name'][13:]) + by}"
+            if without_sequence:
+                event.get("args", {}).pop("Seq", None)
+        path.write_text(json.dumps(trace))
+    return paths
+
+
+def test_ranks_that_number_their_steps_differently_are_compared_by_their_collectives(tmp_path):
+    extra_ms = [{1: 6}] * 10
+    paths = gpu_run(tmp_path, handmade.late_by(extra_ms), steps=10)
+    renumbered(paths[1:], by=100)
+    explanation = explain_traces(paths)
+    assert explanation.first == "Rank 0 waits 6.00 ms" + NAMED.format(pct=20)
+    assert list(explanation.ranks[1].steps) == list(range(5, 15))
+    assert any("number their steps differently" in note for note in explanation.notes)
+
+
+def test_ranks_without_a_common_step_are_accounted_for_by_themselves(tmp_path):
+    paths = gpu_run(tmp_path, handmade.straggler)
+    for path in paths:
+        renumbered([path], by=100 * paths.index(path), without_sequence=True)
+    explanation = explain_traces(paths)
+    assert explanation.notes[0].startswith("the ranks have no step in common: trace the same")
+    assert not any(finding.cause == "straggler" for finding in explanation.findings)
+    rows, _ = against(explanation, explanation)
+    assert {row.metrics["verdict"] for row in rows} <= {"tie", "in neither run"}
+
+
 def test_overlapping_steps_are_counted_once(tmp_path):
     writer = Writer()
     for number, begin in enumerate((0.0, 20.0)):
@@ -270,6 +443,36 @@ def test_overlapping_steps_are_counted_once(tmp_path):
         for step in explain_traces([writer.write(tmp_path / "t.json")]).ranks[0].steps.values()
     ]
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(windows))
+
+
+def test_numbers_that_come_again_are_further_steps(tmp_path):
+    """As of two profilers, one after the other."""
+    writer = Writer()
+    for place in range(6):
+        begin = place * STEP_MS
+        for late in (0, 0.01):  # each step is annotated twice
+            name = f"ProfilerStep#{place % 3}"
+            writer.span("user_annotation", name, begin + late, begin + STEP_MS + late)
+        handmade.layers(writer, begin, 0.1, 29.9)
+    rank = explain_traces([writer.write(tmp_path / "t.json")]).ranks[0]
+    assert list(rank.steps) == list(range(6))
+    lengths = [end - begin for begin, end in (step.window for step in rank.steps.values())]
+    assert lengths == pytest.approx([STEP_MS] * 6, abs=0.02)
+
+
+def test_the_waits_of_a_thread_that_launches_no_kernels_delay_none(tmp_path):
+    """As of a thread that saves a checkpoint, which copies to the host and waits."""
+
+    def saves(writer, begin):
+        handmade.layers(writer, begin, 0.1, 10)
+        copy = {"correlation": 10**6 + round(begin)}
+        writer.span("cuda_runtime", "cudaMemcpyAsync", begin + 1, begin + 1.01, tid=99, **copy)
+        writer.span("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", begin + 2, begin + 9, 8, **copy)
+        writer.span("cuda_runtime", "cudaStreamSynchronize", begin + 1.1, begin + 10, tid=99)
+        handmade.layers(writer, begin, 20, 29.9, launched=19.98)
+
+    found = explain_traces(gpu_run(tmp_path, saves)).findings[0]
+    assert (found.cause, found.ms) == ("host-bound", pytest.approx(10.2))
 
 
 def test_further_communication_is_named_by_a_pattern(tmp_path):

@@ -20,6 +20,7 @@ GPU_LIBRARIES = {
 }
 # Prefixes of the ranges that c10d's backends without a GPU write.
 CPU_BACKENDS = ("gloo:", "mpi:", "ucc:")
+POINT_TO_POINT = "send_recv"  # operation of a send, a receive and of both
 
 # Operation → regular expression of its spellings, of which `_` and `-` are removed. The first that
 # is found decides: `allreduce` contains `reduce`.
@@ -30,7 +31,7 @@ _OPERATIONS = {
     "all_to_all": r"alltoall|dispatch|combine",
     "broadcast": r"broadcast",
     "barrier": r"barrier",
-    "send_recv": r"send|recv",
+    POINT_TO_POINT: r"send|recv",
     "scatter": r"scatter",
     "gather": r"gather",
     "reduce": r"reduce",
