@@ -63,7 +63,13 @@ def check_module(module: nn.Module, strategy: str, group: ProcessGroup) -> None:
         raise ValueError(
             f"{strategy}: the module has no parameter that requires a gradient; nothing to average"
         )
-    the_device([parameter for _, parameter in trainable], strategy)
+    device = the_device([parameter for _, parameter in trainable], strategy)
+    if device.type == "meta":
+        raise ValueError(
+            f"{strategy}: the parameters are on meta and have no values: give them values before "
+            "wrapping (module.to_empty(device=…) and its own initialization), or take FSDP with "
+            "init_fn and device"
+        )
     for name, parameter in trainable:
         if not parameter.is_floating_point():
             raise ValueError(
@@ -261,6 +267,7 @@ class StaysAsWrapped(AnswersTorchNames):
 
     module: nn.Module
     casts_parameters: bool
+    _accumulates: bool
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Raise TypeError for a change by `to()`, `half()`, `cuda()` and others.
@@ -279,6 +286,18 @@ class StaysAsWrapped(AnswersTorchNames):
                     f"optimizer anew); for the dtype of the computation {computes}"
                 )
         return self
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """False inside `no_sync()`, as torch's DDP says it. Setting it raises TypeError."""
+        return not self._accumulates
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        raise TypeError(
+            f"{type(self).__name__} does not take require_backward_grad_sync: run the backward "
+            "passes that are not the last of a step inside `with wrapper.no_sync():`"
+        )
 
     def __getstate__(self) -> NoReturn:
         """Raise TypeError, because the wrapper is being copied or pickled."""

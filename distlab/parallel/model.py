@@ -163,7 +163,8 @@ class ParallelModel(nn.Module, ABC):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their joint 2-norm is at most `max_norm`.
 
-        The arithmetic is that of `torch.nn.utils.clip_grad_norm_` on the model in one process.
+        The arithmetic is that of `torch.nn.utils.clip_grad_norm_` on the model in one process. The
+        norm is rounded to fp32, also that of gradients in fp64.
 
         Returns:
             The norm before (`grad_norm`).

@@ -15,7 +15,7 @@ from torch import nn
 from distlab.comm import collectives
 from distlab.measure import CollectiveRecorder
 from distlab.model.ops import gradient_target
-from distlab.parallel import FSDP, BucketedDDP, get_strategy
+from distlab.parallel import FSDP, BucketedDDP, NaiveDDP, get_strategy
 from tests.parallel.cases import drawn
 from tests.parallel.test_contract import on_two_ranks
 
@@ -535,5 +535,14 @@ def test_arguments_in_torch_s_habit(context):
     wrapper(torch.ones(1, 2)).sum().backward()
     wrapper.finish_gradient_synchronization()
     assert wrapper.clip_grad_norm_(1.0, norm_type=2) > 0
+    for each in (wrapper, FSDP(nn.Linear(2, 2), process_group=context.group)):
+        assert each.require_backward_grad_sync
+        with each.no_sync():
+            assert not each.require_backward_grad_sync
+        with pytest.raises(TypeError, match=r"inside `with wrapper\.no_sync\(\):`"):
+            each.require_backward_grad_sync = False  # torch's DDP takes it
+    for strategy in (BucketedDDP, NaiveDDP):
+        with pytest.raises(ValueError, match="on meta and have no values: give them values"):
+            strategy(nn.Linear(2, 2, device="meta"), process_group=context.group)
     with pytest.raises(ValueError, match="only the 2-norm"):
         wrapper.clip_grad_norm_(1.0, norm_type=1.0)

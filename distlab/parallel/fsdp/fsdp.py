@@ -66,6 +66,8 @@ class FSDP(checks.StaysAsWrapped, ParallelModel):
     are for the whole model. `state_dict()` raises, because it would hold one rank's rows under the
     names of whole matrices.
 
+    Gradients that the module has before are dropped, and are not added to.
+
     Build the optimizer after wrapping, of a kind that works element by element (SGD, Adam, AdamW),
     or `distlab.optim.Muon`.
 
