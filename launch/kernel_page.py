@@ -46,6 +46,8 @@ def result(records: Records) -> str:
     """Return the numbers of inputs that are right, refused and wrong, for the list of runs."""
     inputs = records[0].metrics
     counts = f"{inputs['right']} right, {inputs['refused']} refused, {inputs['wrong']} wrong"
+    if inputs["not_tried"]:
+        counts += f", {inputs['not_tried']} not tried"
     for record in records:
         # Timed sizes are larger, so a kernel may be wrong there alone.
         if record.variant == "yours" and "WRONG" in str(record.metrics.get("status")):

@@ -5,8 +5,9 @@
     distlab memory snapshot.pickle --json
 
 The file is one of torch.cuda.memory._dump_snapshot, of any program. To record it, call
-torch.cuda.memory._record_memory_history() before the steps and _dump_snapshot("snapshot.pickle")
-after them. The file is read without running anything that it may contain.
+torch.cuda.memory._record_memory_history(stacks="python") before the steps, and
+_dump_snapshot("snapshot.pickle") after them. The file is read without running anything that it may
+contain.
 
 Tables and a picture are in a page. docs/learn/your_memory.md explains them.
 """

@@ -79,6 +79,54 @@ def test_every_mistake_gets_its_name():
     assert NAMED.keys() == alone - {SLOW} and not wrong and all(found.values())
 
 
+class Branches(nn.Module):
+    """Two layers of one shape, each of which some batches do not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.last = nn.Linear(6, 5)
+
+    def forward(self, x):
+        return self.last(self.first(x) if x.sum() > 0 else self.second(x))
+
+
+def branches():
+    return classified(Branches())
+
+
+def drops_what_one_rank_lacks(module, group):
+    """Average the gradients that all ranks have, and drop the others."""
+    _, average = by_hand(module, group)
+
+    def finish():
+        unused = torch.tensor([float(each.grad is None) for each in module.parameters()])
+        dist.all_reduce(unused, group=group)
+        for parameter, count in zip(module.parameters(), unused, strict=True):
+            if count and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        average()
+        for parameter, count in zip(module.parameters(), unused, strict=True):
+            if count:
+                parameter.grad = None
+
+    return module, finish
+
+
+def name_of_dropped(context):
+    # With this seed, the batches of the two ranks take different branches.
+    names = f"{HERE}:branches", f"{HERE}:drops_what_one_rank_lacks"
+    verdict = on_rank(context, *names, micro_batches=1, seed=3)
+    return {(each.tensor, each.signature) for each in verdict.findings if each.step == 1}
+
+
+def test_gradients_that_no_rank_has_are_not_called_another_tensors():
+    """On each of two ranks one branch is used. The shares of the other branch are zero."""
+    found = run_ranks(name_of_dropped, 2, deadline_s=120)[0]
+    branches_of = {f"{name}.{part}" for name in ("first", "second") for part in ("weight", "bias")}
+    assert found == {(name, signatures.ABSENT) for name in branches_of}
+
+
 def test_what_costs_messages_alone_gets_no_name():
     assert run_ranks(names_of_mistakes, 2, [SLOW], deadline_s=120)[0] == {SLOW: set()}
 

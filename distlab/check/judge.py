@@ -428,6 +428,10 @@ class Judge:
         for signature, values, rights in self._others(step, name, seen):
             if all(right.agrees(each) for each, right in zip(values, rights, strict=True)):
                 return signature
+        # Zeros on all ranks are not another tensor's gradient. If each of two tensors is used on
+        # one rank only, their shares of zero would also add up to zero.
+        if not seen.any():
+            return ABSENT
         if self._mixed_with_another(step, name, seen):
             return OTHER_TENSOR
         # A rank without a gradient explains more than the values of the others do.

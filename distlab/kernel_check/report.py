@@ -117,6 +117,11 @@ class Report:
     def __str__(self) -> str:
         tried = self.right + self.refused + sum(self.wrong.values())
         verdict = "right" if self.is_right else "WRONG"
+        if self.is_right and self.left:
+            # What was not tried may be wrong.
+            verdict = (
+                f"nothing wrong in {tried} of {tried + self.left} inputs, the others not tried"
+            )
         backward = "forward and backward" if self.has_backward else "forward"
         lines = [
             f"{verdict}: as {self.operation}, {backward}: {self.right} of {tried} inputs are "
@@ -138,7 +143,11 @@ class Report:
                 f"  not deterministic: two runs on one input differ by up to {self.differs:.1e}"
             )
         if self.left:
-            lines.append(f"  {self.left} inputs were not tried, because the time was over")
+            # A kernel that breaks the GPU also ends the examination, and more time does not help.
+            reason = "" if BREAKS_GPU in self.wrong else ", because the time was over"
+            remedy = "" if self.wrong else ": give more seconds"
+            inputs = "1 input was" if self.left == 1 else f"{self.left} inputs were"
+            lines.append(f"  {inputs} not tried{reason}{remedy}")
         if self.too_large:
             lines.append(f"  not tried: {self.too_large}")
         return "\n".join(lines)

@@ -1,6 +1,7 @@
 """Explanation of a memory snapshot of torch's CUDA allocator, of any program.
 
-    torch.cuda.memory._record_memory_history()     # in your program, before the steps
+    # In your program, before the steps:
+    torch.cuda.memory._record_memory_history(stacks="python")
     ...
     torch.cuda.memory._dump_snapshot("snapshot.pickle")
 

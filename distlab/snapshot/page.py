@@ -116,7 +116,7 @@ def page_view(explanation: Explanation) -> View:
             Column("metrics.places", "places", ",d"),
             Column("metrics.largest_bytes", "largest, MiB", ",.1f", scale=1 / MIB),
             Column("metrics.times", "times", ",d"),
-            Column("metrics.bytes_per_time", "MiB each time", ",.2f", scale=1 / MIB),
+            Column("metrics.bytes_per_time", "MiB each time", ",.3f", scale=1 / MIB),
             text_column("metrics.text", "what to do"),
             Column("metrics.before_bytes", "MiB before", ",.1f", scale=1 / MIB),
             Column("metrics.after_bytes", "MiB after", ",.1f", scale=1 / MIB),
@@ -130,7 +130,7 @@ def page_view(explanation: Explanation) -> View:
         "one of the program's own code that allocated a block, and the purpose is concluded from "
         "the stack and the life of the block. Reserved memory is what the allocator holds, whether "
         "a tensor uses it or not. A line grows if it allocates again and again and its memory is "
-        "not released. docs/learn/your_memory.md explains the tables.",
+        "not released, in each of several steps. docs/learn/your_memory.md explains the tables.",
         prediction="None: this accounts for what the allocator recorded.",
     )
 
@@ -144,15 +144,14 @@ def _panel(device: DeviceExplanation) -> Panel:
     """Return allocated and reserved memory over the recording of one device, with the peak."""
     first_event = max(device.peak_event, 0)  # a peak before the recording is drawn at its begin
     peak = Series("peak", [first_event], [device.peak_bytes / MIB])
+    series = [_line("allocated", device.allocated, device.events)]
+    if device.reserved_bytes is not None:
+        series.append(_line("reserved", device.reserved, device.events))
     return Panel(
         f"device {device.device}: peak {size_text(device.peak_bytes)}",
         "number of the event",
         "MiB",
-        [
-            _line("allocated", device.allocated, device.events),
-            _line("reserved", device.reserved, device.events),
-            peak,
-        ],
+        [*series, peak],
         log_x=None,
     )
 

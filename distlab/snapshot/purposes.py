@@ -3,12 +3,13 @@
 A snapshot does not say. The stack of an allocation says in which phase of a step it was made, and
 how long a block lives says the rest: an activation is made in forward and released in backward, a
 gradient is made in backward and kept. Autograd's own threads have no Python stack, so a block
-without one is one of backward.
+without one is one of backward. If no block has one, the program has recorded none, and nothing is
+concluded.
 """
 
 from collections import Counter
 
-from distlab.snapshot.history import NO_STACK, Block, History
+from distlab.snapshot.history import NO_STACK, Block, History, is_python
 from distlab.snapshot.reader import Entry
 
 PARAMETERS = "parameters and other state"
@@ -19,6 +20,7 @@ COMMUNICATION = "communication buffers"
 WORKSPACES = "workspaces of libraries"  # for example cuBLAS
 TEMPORARY = "temporary"
 BEFORE = "from before the recording"
+UNKNOWN = "unknown: recorded without stacks"
 PURPOSES = (
     PARAMETERS,
     GRADIENTS,
@@ -28,6 +30,7 @@ PURPOSES = (
     WORKSPACES,
     TEMPORARY,
     BEFORE,
+    UNKNOWN,
 )
 
 # A phase is told by the files and functions of torch on a stack.
@@ -51,6 +54,8 @@ def phase_of(frames: list[Entry]) -> str:
 
     It is `optimizer`, `communication`, `backward`, `forward` or `other`.
     """
+    # With stacks of C++, autograd's threads have frames as well, and none of them is Python's.
+    frames = [frame for frame in frames if is_python(frame)]
     # From the innermost frame outwards, so a hook that communicates inside of backward is
     # communication.
     for frame in frames:
@@ -70,6 +75,8 @@ def phase_of(frames: list[Entry]) -> str:
 
 def purposes(history: History) -> list[str]:
     """Return the purpose of each block of a history, in its order."""
+    if not history.has_stacks:
+        return [UNKNOWN] * len(history.blocks)
     phases = [phase_of(block.frames) for block in history.blocks]
     found = []
     for block, phase in zip(history.blocks, phases, strict=True):

@@ -14,11 +14,15 @@ from distlab.snapshot.purposes import PURPOSES, by_purpose, by_site
 from distlab.snapshot.reader import Snapshot
 from distlab.text import for_terminal
 
-MIB, GIB = 2**20, 2**30
+KIB, MIB, GIB = 2**10, 2**20, 2**30
 WIDTH = 100  # columns of a terminal
 LINES = 10  # most rows of the table of source lines
 SITE_WIDTH = 48
 MUCH = 0.15  # part of the reserved memory whose waste comes first
+# Part of the peak from which growth comes first. A line that adds less in the recorded steps needs
+# thousands of them to matter.
+GROWTH_SHARE = 0.001
+RECORD = 'torch.cuda.memory._record_memory_history(stacks="python")'
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class DeviceExplanation:
         events: number of recorded events; 0 if the program recorded none.
         peak_event: number of the event of the peak.
         peak_bytes: largest number of allocated bytes in the recording.
-        reserved_bytes: bytes that were reserved at that time.
+        reserved_bytes: bytes that were reserved at that time. None if they are not known.
         end_bytes: allocated bytes at the end.
         end_reserved_bytes: bytes that are reserved at the end.
         purposes: purpose → bytes at the peak.
@@ -54,13 +58,14 @@ class DeviceExplanation:
         growth: lines whose memory grows.
         allocated: (number of the event, allocated bytes from then on), by event.
         reserved: (number of the event, reserved bytes from then on), by event.
+        has_stacks: False if the program has recorded events without their stacks.
     """
 
     device: int
     events: int
     peak_event: int
     peak_bytes: int
-    reserved_bytes: int
+    reserved_bytes: int | None
     end_bytes: int
     end_reserved_bytes: int
     purposes: Counter
@@ -69,27 +74,31 @@ class DeviceExplanation:
     growth: list[Growth]
     allocated: list[tuple[int, int]]
     reserved: list[tuple[int, int]]
+    has_stacks: bool
 
     def summary(self) -> str:
         """Return the peak in one line."""
         when = f"of {self.events:,} recorded events"
         if self.events == 0:
             when = "when the snapshot was taken (nothing was recorded before)"
-        return (
-            f"device {self.device}: peak {size_text(self.peak_bytes)} allocated {when}, "
-            f"{size_text(self.reserved_bytes)} reserved then"
-        )
+        reserved = "what was reserved then is not recorded"
+        if self.reserved_bytes is not None:
+            reserved = f"{size_text(self.reserved_bytes)} reserved then"
+        peak = size_text(self.peak_bytes)
+        return f"device {self.device}: peak {peak} allocated {when}, {reserved}"
 
     def findings(self) -> list[Finding]:
         """Return what to act on, the most urgent first."""
-        found = []
+        fast, slow = [], []
         for each in self.growth:
             sentence = (
                 f"Memory grows at {each.site}: {size_text(each.bytes_per_step)} each of "
                 f"{each.steps} times, {size_text(each.bytes)} in all, and none of it is released. "
                 "Look for a list, a graph or a cache that keeps it."
             )
-            found.append(Finding("growth", each.bytes, sentence))
+            is_fast = each.bytes >= GROWTH_SHARE * self.peak_bytes
+            (fast if is_fast else slow).append(Finding("growth", each.bytes, sentence))
+        found = fast
         wasted = [each for each in self.unused if each.kind not in (FREE, ROUNDED)]
         if wasted and sum(each.bytes for each in wasted) > MUCH * self.end_reserved_bytes:
             first = wasted[0]
@@ -99,7 +108,13 @@ class DeviceExplanation:
                 f"({first.places} of them). {first.remedy[0].upper()}{first.remedy[1:]}."
             )
             found.append(Finding("unused memory", first.bytes, sentence))
-        if self.sites:
+        if not self.has_stacks:
+            sentence = (
+                f"The peak is {size_text(self.peak_bytes)}. What holds it is not known, because "
+                f"the recording has no stacks. Record it with {RECORD}."
+            )
+            found.append(Finding("the peak", self.peak_bytes, sentence))
+        elif self.sites:
             site, purpose, size, blocks = self.sites[0]
             part = 100 * size / max(self.peak_bytes, 1)
             sentence = (
@@ -108,7 +123,7 @@ class DeviceExplanation:
                 f"({purpose})."
             )
             found.append(Finding("the peak", size, sentence))
-        return found
+        return found + slow
 
     def advice(self) -> str:
         """Return the sentence to act on first."""
@@ -146,13 +161,17 @@ def explain(snapshot: Snapshot) -> Explanation:
 
 def _explained(history: History) -> DeviceExplanation:
     event, peak_bytes = history.peak()
-    at_end = history.held_at(history.count - 1) if history.count else history.blocks
+    at_end = [block for block in history.blocks if block.is_held]
+    # Reserved bytes are counted back from the end. If the recording misses changes of segments,
+    # they come out as less than what is allocated, which cannot be.
+    reserved_bytes = history.reserved_at(event)
+    is_known = reserved_bytes >= peak_bytes
     return DeviceExplanation(
         history.device,
         history.count,
         event,
         peak_bytes,
-        history.reserved_at(event),
+        reserved_bytes if is_known else None,
         sum(block.bytes for block in at_end),
         sum(segment["total_size"] for segment in history.segments),
         by_purpose(history, event),
@@ -160,7 +179,8 @@ def _explained(history: History) -> DeviceExplanation:
         unused(history),
         growing(history),
         history.allocated(),
-        history.reserved,
+        history.reserved if is_known else [],
+        history.has_stacks,
     )
 
 
@@ -223,9 +243,9 @@ def _unused_table(device: DeviceExplanation) -> str:
 def _growth_table(device: DeviceExplanation) -> str:
     rows = []
     for each in device.growth[:LINES]:
-        per_step = f"{each.bytes_per_step / MIB:,.2f}"
-        rows.append((each.site[-SITE_WIDTH:], per_step, each.steps, f"{each.bytes / MIB:,.1f}"))
-    titles = ("memory grows at", "MiB each time", "times", "MiB")
+        per_step = size_text(each.bytes_per_step)
+        rows.append((each.site[-SITE_WIDTH:], per_step, each.steps, size_text(each.bytes)))
+    titles = ("memory grows at", "each time", "times", "in all")
     return tabulate(
         rows, titles, disable_numparse=True, colalign=("left", "right", "right", "right")
     )
@@ -298,11 +318,14 @@ def _changes(
     """Return the changes of one device, where None is a device without memory."""
     both = (before, after)
     peaks = [device.peak_bytes if device else 0 for device in both]
-    reserved = [device.reserved_bytes if device else 0 for device in both]
-    rows = [
-        Change(number, "peak", "peak, allocated", *peaks),
-        Change(number, "peak", "peak, reserved", *reserved),
-    ]
+    rows = [Change(number, "peak", "peak, allocated", *peaks)]
+    reserved = []
+    for device in both:
+        size = device.reserved_bytes if device else 0
+        if size is not None:
+            reserved.append(size)
+    if len(reserved) == 2:
+        rows.append(Change(number, "peak", "peak, reserved", *reserved))
     for purpose in PURPOSES:
         sizes = [device.purposes[purpose] if device else 0 for device in both]
         if any(sizes):
@@ -353,7 +376,11 @@ def _row(change: Change) -> tuple[str, str, str, str]:
 
 
 def size_text(size: float) -> str:
-    """Return bytes in MiB or GiB."""
+    """Return bytes in the unit in which they are not rounded to zero."""
     if size >= GIB:
         return f"{size / GIB:.2f} GiB"
-    return f"{size / MIB:.1f} MiB"
+    if size >= MIB or size == 0:
+        return f"{size / MIB:.1f} MiB"
+    if size >= KIB:
+        return f"{size / KIB:.1f} KiB"
+    return f"{size:.0f} bytes"

@@ -348,7 +348,9 @@ def _step(
         "predicted_host_ms": 1e3 * host,
         **{f"{name.replace(' ', '_')}_ms": 1e3 * seconds for name, seconds in parts.items()},
         "predicted_mfu_pct": 100 * mfu(flops, step, peak),
-        "limited_by": max(parts, key=parts.__getitem__),
+        # Host and GPU work at the same time. If the host needs longer, it decides the step alone,
+        # and each part of the GPU's time is shorter than the host's.
+        "limited_by": "host" if parts["host"] > 0 else max(parts, key=parts.__getitem__),
     }
 
 
@@ -361,6 +363,31 @@ def examples_of(records: Records) -> str:
 def _ms(value: float) -> str:
     # Large numbers get no decimals, and small ones three digits.
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _days(days: float) -> str:
+    """Return a number of days for a table. Less than one has two digits."""
+    return f"{days:,.1f}" if days >= 1 else f"{days:.2g}"
+
+
+def _duration(days: float) -> str:
+    """Return a duration in the unit in which it is at least 1, from minutes to days."""
+    if days >= 1:
+        return f"{days:,.1f} days"
+    hours = 24 * days
+    if hours >= 1:
+        return f"{hours:.1f} hours"
+    return f"{60 * hours:.2g} minutes"
+
+
+def _limit(metrics: Metrics) -> str:
+    """Return what decides the time of a step, as a clause."""
+    step_ms, name = metrics["predicted_step_ms"], metrics["limited_by"]
+    if name == "host":
+        gpu_ms = step_ms - metrics["host_ms"]
+        return f"the host decides it, and the GPU alone would need {_ms(gpu_ms)} ms"
+    part_ms = metrics[f"{name.replace(' ', '_')}_ms"]
+    return f"the largest part of the step is {name} ({100 * part_ms / step_ms:.0f} %)"
 
 
 def answer(records: Records) -> str:
@@ -385,7 +412,7 @@ def answer(records: Records) -> str:
     if config.factory is None:
         rate = f"{m['predicted_tokens_per_s']:,.0f} tokens/s"
         total = (
-            f", {config.tokens:.3g} tokens in {m['predicted_days']:,.1f} days at a goodput of "
+            f", {config.tokens:.3g} tokens in {_duration(m['predicted_days'])} at a goodput of "
             f"{m['predicted_goodput_pct']:.1f} % (a checkpoint every "
             f"{m['checkpoint_interval_s'] / 60:,.0f} minutes)"
         )
@@ -393,12 +420,13 @@ def answer(records: Records) -> str:
         rate, total = f"{m['predicted_examples_per_s']:,.0f} examples/s", ""
     text = (
         f"Fastest: {best.variant}: {_ms(m['predicted_step_ms'])} ms per step, {rate}, "
-        f"MFU {m['predicted_mfu_pct']:.0f} %{total}; most of the step is {m['limited_by']}, "
-        f"{_ms(m['predicted_overhead_ms'])} ms are what communication adds."
+        f"MFU {m['predicted_mfu_pct']:.0f} %{total}; {_limit(m)}. "
+        f"Communication adds {_ms(m['predicted_overhead_ms'])} ms to the GPU's time."
     )
     if m["predicted_host_ms"] > HOST_SHARE * m["predicted_step_ms"]:
         host = _ms(m["predicted_host_ms"])
-        text += f" The host needs about {host} ms of it: one that is slower or busy decides."
+        text += f" The host needs about {host} ms of it: one that is slower or busy "
+        text += "makes it longer." if m["limited_by"] == "host" else "decides."
     text += _reasons(best, records)
     fastest: dict[tuple, Record] = {}
     for record in fitting:
@@ -468,7 +496,7 @@ VIEW = View(
         Column("metrics.predicted_examples_per_s", "examples/s", ",.0f", optional=True),
         Column("metrics.predicted_mfu_pct", "MFU %", ".1f"),
         Column("metrics.predicted_goodput_pct", "goodput %", ".1f", optional=True),
-        Column("metrics.predicted_days", "days", ",.1f", optional=True),
+        Column("metrics.predicted_days", "days", _days, optional=True),
         text_column("metrics.limited_by", "largest part"),
     ],
     headline=headline_from(

@@ -92,6 +92,27 @@ def test_plan_on_a_cluster(tmp_path):
     assert m["predicted_days"] == pytest.approx(100 * days / m["predicted_goodput_pct"])
 
 
+def test_a_step_that_the_host_decides_is_not_called_limited_by_the_gpu(tmp_path):
+    fields = {"model": "small", "batch": 32, "device": "h100:8", "tokens": 1e9}
+    fields |= {"strategies": ("bucketed",), "layouts": ("",)}
+    records = measured(plan.EXPERIMENT, tmp_path, **fields)
+    m = records[0].metrics
+    assert m["predicted_host_ms"] == pytest.approx(m["predicted_step_ms"])
+    assert m["memory_bandwidth_ms"] > m["host_ms"] and m["limited_by"] == "host"
+    words = fastest.answer(records)
+    assert "the host decides it, and the GPU alone would need" in words
+    # 20 minutes of training
+    assert "1e+09 tokens in 2" in words and " minutes at a goodput" in words
+
+
+def test_the_largest_part_of_a_step_has_its_share(tmp_path):
+    fields = {"model": "llama-8B", "batch": 64, "device": "h100:8"}
+    records = measured(plan.EXPERIMENT, tmp_path, **fields, strategies=("fsdp",), layouts=("",))
+    m = records[0].metrics
+    share = 100 * m["compute_ms"] / m["predicted_step_ms"]
+    assert f"the largest part of the step is compute ({share:.0f} %)" in fastest.answer(records)
+
+
 def test_layouts_are_offered_where_a_model_can_be_shared():
     """Those that do not divide the heads, the words, the sequence, the batch or a node are left
     out, and refused where they were asked for.

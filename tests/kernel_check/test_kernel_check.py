@@ -139,6 +139,20 @@ def test_our_kernels_are_right(name, monkeypatch):
     assert report.is_right and report.right == INTERPRETED and report.left == 0, report
 
 
+def test_inputs_that_were_not_tried_are_not_called_right(monkeypatch):
+    times = iter([0.0, 0.0])
+    clock = SimpleNamespace(monotonic=lambda: next(times, 100.0))
+    monkeypatch.setattr(report_module, "time", clock)
+    report = check_kernel(hostile_kernels.right, "rms_norm", count=0, device="cpu", seconds=10)
+    assert report.right == 1 and report.left > 10
+    first, *_, last = str(report).splitlines()
+    others = report.left
+    assert first.startswith(f"nothing wrong in 1 of {1 + others} inputs, the others not tried: as")
+    assert last.endswith(
+        f"{others} inputs were not tried, because the time was over: give more seconds"
+    )
+
+
 def test_a_kernel_may_refuse_what_it_does_not_support():
     report = check_kernel(hostile_kernels.refuses_strides, "rms_norm", count=0, device="cpu")
     assert report.is_right and report.refused >= 3
@@ -506,7 +520,9 @@ def test_nothing_runs_on_a_broken_gpu(where, monkeypatch):
         monkeypatch.setattr(module, "works", lambda device: not is_broken)
     report = check_kernel(kernel, "rms_norm", count=0, device="cpu")
     smallest = report.findings[BREAKS_GPU].smallest
-    assert is_broken and report.wrong[BREAKS_GPU] == 1 and report.left > 0 and str(report)
+    assert is_broken and report.wrong[BREAKS_GPU] == 1 and report.left > 0
+    assert f"{report.left} inputs were not tried" in str(report)
+    assert "the time was over" not in str(report)
     assert smallest == ("N=2 D=64, fp32" if where == "plain" else "N=1 D=1, fp32")
 
 

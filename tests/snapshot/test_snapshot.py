@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from distlab.snapshot import explain, read_snapshot
+from distlab.snapshot.history import site_of
 from distlab.snapshot.page import (
     BY_LINE,
     BY_PURPOSE,
@@ -29,6 +30,17 @@ FORWARD = {
     "filename": "/env/site-packages/torch/nn/modules/module.py",
     "line": 1,
     "name": "forward",
+}
+# Frames of a model of the user, and of what calls it.
+CALL = {**FORWARD, "name": "_call_impl"}
+LINEAR = {**FORWARD, "filename": "/env/site-packages/torch/nn/modules/linear.py"}
+BLOCK = {"filename": "/home/me/model.py", "line": 5, "name": "forward"}
+HEAD = {**BLOCK, "line": 8}
+BUILD = {**BLOCK, "line": 2, "name": "__init__"}
+RECOMPUTE = {
+    "filename": "/env/site-packages/torch/utils/checkpoint.py",
+    "line": 1,
+    "name": "unpack_hook",
 }
 ADAM = {"filename": "/env/site-packages/torch/optim/adamw.py", "line": 1, "name": "step"}
 
@@ -63,10 +75,30 @@ def segment(*blocks, stream=0, address=0):
     }
 
 
+def held(trace, device=0):
+    """Return the segment of all blocks that a trace leaves open."""
+    opened = {}
+    for event in trace:
+        if event["action"] == "alloc":
+            opened[event["addr"]] = event["size"]
+        else:
+            opened.pop(event["addr"], None)
+    entries = [
+        {"address": address, "size": size, "state": "active_allocated"}
+        for address, size in opened.items()
+    ]
+    return {"device": device, "total_size": sum(opened.values()), "blocks": entries}
+
+
+def snapshot_of(*traces, segments=()):
+    """Return the content of a snapshot whose segments hold what the traces leave open."""
+    found = [held(trace, device) for device, trace in enumerate(traces) if trace]
+    return {"segments": [*found, *segments], "device_traces": list(map(list, traces))}
+
+
 def explained(tmp_path, trace=(), segments=()):
     path = tmp_path / "snapshot.pickle"
-    content = {"segments": list(segments), "device_traces": [list(trace)]}
-    path.write_bytes(pickle.dumps(content))
+    path.write_bytes(pickle.dumps(snapshot_of(trace, segments=segments)))
     return explain(read_snapshot(path)).devices[0]
 
 
@@ -114,6 +146,102 @@ def test_a_leak_is_named_with_its_line(tmp_path):
     assert "Memory grows at me/train.py:42 train: 10.0 MiB each of 6 times" in device.advice()
 
 
+def test_a_line_that_keeps_memory_in_each_inference_grows(tmp_path):
+    # The input of each step is allocated outside of the model, so the steps are several calls.
+    events = []
+    for number in range(6):
+        events += [alloc(1, 1, frame(30)), alloc(2, 1, CALL, frame(31)), free(1, 1)]
+        events += temporaries(30)
+        events += [alloc(1000 + number, 10, LINEAR, HEAD, CALL, frame(31)), free(2, 1)]
+    device = explained(tmp_path, events)
+    assert [(each.site, each.steps) for each in device.growth] == [("me/model.py:8 forward", 6)]
+
+
+def test_activations_of_an_unfinished_forward_do_not_grow(tmp_path):
+    events = [alloc(1, 100, frame(3))]
+    for layer in range(24):
+        for address in range(30, 45):
+            events += [alloc(address, 1, LINEAR, BLOCK, CALL, frame(5)), free(address, 1)]
+        events.append(alloc(1000 + layer, 32, BLOCK, CALL, frame(5)))
+    failed = {"action": "oom", "size": 64 * MIB, "device_free": 0, "stream": 0, "frames": []}
+    device = explained(tmp_path, events)
+    assert not device.growth and "activations" in device.advice()
+    segments = [held(events)]
+    path = tmp_path / "oom.pickle"
+    path.write_bytes(pickle.dumps({"segments": segments, "device_traces": [[*events, failed]]}))
+    assert not explain(read_snapshot(path)).devices[0].growth
+
+
+def test_gradients_of_an_unfinished_backward_do_not_grow(tmp_path):
+    events = [alloc(1, 100, frame(3))]
+    for layer in range(24):
+        for address in range(30, 45):
+            # A forward that is recomputed in backward.
+            events += [alloc(address, 1, BLOCK, CALL, RECOMPUTE), free(address, 1)]
+        events.append(alloc(1000 + layer, 32))
+    assert not explained(tmp_path, events).growth
+
+
+def test_parameters_of_a_model_that_is_built_do_not_grow(tmp_path):
+    events = []
+    for layer in range(32):
+        for address in range(30, 45):
+            events += [alloc(address, 1, frame(12)), free(address, 1)]
+        events.append(alloc(1000 + layer, 64, BUILD, frame(9)))
+    device = explained(tmp_path, events)
+    assert not device.growth and "model.py:2" in device.advice()
+
+
+def test_stacks_of_cpp_alone_are_those_of_backward(tmp_path):
+    engine = {"filename": "??", "line": 0, "name": "torch::autograd::Engine::thread_main"}
+    events = training()
+    for event in events:
+        if event["action"] == "alloc" and not event["frames"]:
+            event["frames"] = [engine]
+    device = explained(tmp_path, events)
+    assert device.purposes["gradients"] == 100 * MIB
+
+
+def test_a_recording_without_stacks_is_not_divided(tmp_path):
+    events = training()
+    for event in events:
+        event["frames"] = []
+    device = explained(tmp_path, events)
+    assert device.purposes == {"unknown: recorded without stacks": device.peak_bytes}
+    assert 'Record it with torch.cuda.memory._record_memory_history(stacks="python")' in (
+        device.advice()
+    )
+
+
+def test_memory_that_was_released_after_the_recording_is_not_held(tmp_path):
+    path = tmp_path / "snapshot.pickle"
+    free_segment = segment((2, "inactive"), address=1)
+    content = {"segments": [free_segment], "device_traces": [training(6, leaks=True)]}
+    path.write_bytes(pickle.dumps(content))
+    device = explain(read_snapshot(path)).devices[0]
+    assert not device.growth and device.end_bytes == 0
+    # The segments of the peak were given back later, and no event says so.
+    assert device.reserved_bytes is None and "reserved then is not recorded" in device.summary()
+    assert main(["memory", str(path), "--against", str(path), "--out", str(tmp_path)]) == 0
+
+
+def test_a_small_leak_has_its_size_and_comes_last(tmp_path):
+    events = training(6)
+    for number in range(6):
+        small = {**alloc(2000 + number, 0, frame(42)), "size": 4096}
+        events += [small, *training(2)[2:]]
+    device = explained(tmp_path, events)
+    *_, last = device.findings()
+    assert "42 train: 4.0 KiB each of 6 times, 24.0 KiB in all" in last.sentence
+    assert "At the peak" in device.advice()
+
+
+def test_a_project_in_a_folder_torch_is_the_users():
+    inner = {"filename": "/work/torch/nn/modules/linear.py", "line": 9, "name": "__init__"}
+    user = {"filename": "/work/torch/train.py", "line": 5, "name": "build"}
+    assert site_of([inner, user]) == "torch/train.py:5 build"
+
+
 def test_gaps_are_told_apart_by_kind(tmp_path):
     used = "active_allocated"
     gap = "inactive"
@@ -154,6 +282,37 @@ def test_a_malicious_pickle_runs_nothing(tmp_path, capsys):
     assert not touched.exists()
 
 
+SIZED = {"size": MIB, "state": "inactive"}
+
+
+@pytest.mark.parametrize(
+    "segments, traces",
+    [
+        ([1], []),
+        ([{}], []),
+        ([{"device": "x", "total_size": 1, "blocks": []}], []),
+        ([{"device": 0, "total_size": 10**400}], []),
+        ([{"device": 0, "total_size": 1, "blocks": [{}]}], []),
+        ([{"device": 0, "total_size": 1, "blocks": [{"size": 1}]}], []),
+        ([{"device": 0, "total_size": 1, "blocks": [{**SIZED, "frames": [1]}]}], []),
+        ([{"device": 0, "total_size": 1, "blocks": [{**SIZED, "history": 3}]}], []),
+        ([], 5),
+        ([], [[3]]),
+        ([], [[{"addr": 1}]]),
+        ([], [[{"action": "alloc", "addr": 1}]]),
+        ([], [[{"action": "alloc", "addr": [], "size": 1}]]),
+        ([], [[{"action": "alloc", "addr": 1, "size": "big"}]]),
+        ([], [[{"action": "alloc", "addr": 1, "size": -1}]]),
+        ([], [[{"action": "alloc", "addr": 1, "size": 5, "frames": "abc"}]]),
+    ],
+)
+def test_a_snapshot_of_another_shape_is_refused_in_a_sentence(segments, traces, tmp_path, capsys):
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps({"segments": segments, "device_traces": traces}))
+    assert main(["memory", str(path)]) == 2
+    assert f"{path} is no memory snapshot that can be read: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"text", pickle.dumps([1]), pickle.dumps({"segments": 3}), b"\x80\x05}\x94("]
 )
@@ -167,7 +326,7 @@ def test_another_file_is_refused_in_a_sentence(content, tmp_path, capsys):
 def test_the_command_reads_gzip_and_compares(tmp_path, capsys):
     paths = []
     for name, leaks in (("before", False), ("after", True)):
-        content = {"segments": [], "device_traces": [training(6, leaks)]}
+        content = snapshot_of(training(6, leaks))
         paths.append(tmp_path / f"{name}.pickle.gz")
         paths[-1].write_bytes(gzip.compress(pickle.dumps(content)))
     out = tmp_path / "outputs"
@@ -185,13 +344,13 @@ def test_the_command_reads_gzip_and_compares(tmp_path, capsys):
 
 def test_json_has_everything_and_writes_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    content = {"segments": [], "device_traces": [training(6, True)]}
+    content = snapshot_of(training(6, True))
     Path("snapshot.pickle").write_bytes(pickle.dumps(content))
     assert main(["memory", "snapshot.pickle", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["devices"][0]["growth"][0]["times"] == 6
     # A second snapshot is compared in this form as well. One device is only in the one, one only in
     # the other.
-    earlier = {"segments": [], "device_traces": [[], training(3)]}
+    earlier = snapshot_of([], training(3))
     Path("earlier.pickle").write_bytes(pickle.dumps(earlier))
     assert main(["memory", "snapshot.pickle", "--against", "earlier.pickle", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -210,9 +369,9 @@ def test_the_page_has_every_table_and_a_picture(tmp_path, capsys):
         events += [alloc(address, 30, hostile), *training(2)]
     gap = segment((10, "active_allocated"), (40, "inactive"))
     path = tmp_path / "snapshot.pickle"
-    path.write_bytes(pickle.dumps({"segments": [gap], "device_traces": [events, training(3)]}))
+    path.write_bytes(pickle.dumps(snapshot_of(events, training(3), segments=[gap])))
     before = tmp_path / "before.pickle"
-    before.write_bytes(pickle.dumps({"segments": [], "device_traces": [training(6)]}))
+    before.write_bytes(pickle.dumps(snapshot_of(training(6))))
     words = ["memory", str(path), "--against", str(before), "--out", str(tmp_path)]
     assert main(words) == 0
     (page,) = tmp_path.glob("memory/*/report.html")
