@@ -17,7 +17,7 @@ optimizer does not know the wrapper whose gradients it applies.
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, NoReturn, Self
 
@@ -332,8 +332,18 @@ class Attached:
         return Attached, ()
 
 
-def check_loads(module: nn.Module, named: Named) -> RemovableHandle:
-    """Let `load_state_dict(assign=True)` raise, which replaces parameters that carry our hooks."""
+def check_loads(
+    module: nn.Module, named: Named, handles: Collection[RemovableHandle]
+) -> RemovableHandle:
+    """Let a `load_state_dict` raise after which parameters no longer carry our hooks.
+
+    `assign=True` replaces them. `torch.__future__.set_swap_module_params_on_conversion` lets it
+    exchange what they hold.
+
+    Args:
+        named: parameters of a wrapper.
+        handles: our hooks of their gradients. Empty for a wrapper that has none.
+    """
 
     def check(module: nn.Module, _: Any) -> None:
         now = {id(parameter) for parameter in module.parameters()}
@@ -343,6 +353,13 @@ def check_loads(module: nn.Module, named: Named) -> RemovableHandle:
                     f"load_state_dict replaced '{name}' (assign=True), so its gradient would no "
                     "longer be averaged: load before wrapping, or without assign"
                 )
+        # Python still shows the hooks on the parameter, but the exchange has detached them.
+        if handles and torch.__future__.get_swap_module_params_on_conversion():
+            raise RuntimeError(
+                "load_state_dict exchanged the parameters' tensors "
+                "(set_swap_module_params_on_conversion), so their gradients would no longer be "
+                "averaged during backward: load before wrapping, or without that setting"
+            )
 
     return module.register_load_state_dict_post_hook(Attached(check))
 
@@ -675,7 +692,7 @@ _watched: "weakref.WeakKeyDictionary[nn.Module, _Watched]" = weakref.WeakKeyDict
 _uninstall: list[Callable[[], None]] = []  # empty while nothing is installed
 
 
-def watch(wrapper: nn.Module, handles: Iterable[RemovableHandle] = ()) -> set[int]:
+def watch(wrapper: nn.Module, handles: Collection[RemovableHandle] = ()) -> set[int]:
     """Call `wrapper.check_step(optimizer)` before any optimizer of its parameters steps.
 
     The parameters are those of `wrapper.named`.
@@ -685,14 +702,15 @@ def watch(wrapper: nn.Module, handles: Iterable[RemovableHandle] = ()) -> set[in
 
     Args:
         wrapper: wrapper of a strategy.
-        handles: hooks to remove when it is closed or dropped.
+        handles: hooks of its gradients, to remove when it is closed or dropped. A list may be
+            filled later.
 
     Returns:
         Ids of the parameters.
     """
     if not _uninstall:
         _install()
-    loads = check_loads(wrapper.module, wrapper.named)
+    loads = check_loads(wrapper.module, wrapper.named, handles)
     # Also for a wrapper that is dropped and not closed.
     stop = weakref.finalize(wrapper, _stop, loads, handles)
     stop.atexit = False

@@ -13,6 +13,7 @@ import numpy as np
 from distlab.measure.trace.account import main_lane, step_windows
 from distlab.measure.trace.capture import STEP
 from distlab.measure.trace.intervals import Interval
+from distlab.measure.trace.kernels import category
 from distlab.measure.trace.reader import Event, Trace
 
 PROFILER_STEP = "ProfilerStep#"
@@ -151,7 +152,12 @@ def _by_repetition(events: Sequence[Event]) -> list[Interval]:
     numbers: dict[str, int] = {}
     # Numbers in place of names: comparing a sequence with its shift is then one operation of numpy.
     names = np.array([numbers.setdefault(event.name, len(numbers)) for event in sequence], int)
-    length = _period(names)
+    of_optimizer = {
+        numbers[event.name]
+        for event in sequence
+        if category(event.name, event.operator) == "optimizer"
+    }
+    length = _period(names, sorted(of_optimizer))
     if length is None:
         return []
     starts = [sequence[place].start_ms for place in _beginnings(names, length)]
@@ -160,12 +166,17 @@ def _by_repetition(events: Sequence[Event]) -> list[Interval]:
     return list(itertools.pairwise(starts))
 
 
-def _period(names: np.ndarray) -> int | None:
+def _period(names: np.ndarray, of_optimizer: Sequence[int]) -> int | None:
     """Return the number of kernels in a step, or None if the sequence does not repeat.
 
     Layers repeat inside a step, so a shift by one layer also matches most kernels. But it moves
     kernels that run once per step (embedding, loss) onto others. So each name has one vote, however
-    often it runs.
+    often it runs. A shift by one of many micro-batches matches all but the optimizer, which must
+    therefore come again, too.
+
+    Args:
+        names: kernels in the order in which they run, as numbers of their names.
+        of_optimizer: numbers of the names that belong to an optimizer.
     """
     if len(names) < 4:
         return None
@@ -186,6 +197,8 @@ def _period(names: np.ndarray) -> int | None:
         # For each name the share of its kernels that have the same name one period later.
         agreeing = np.bincount(names[:-length][is_same], minlength=len(counts))
         used = totals > 0
+        if totals[of_optimizer].sum() > 0 and agreeing[of_optimizer].sum() == 0:
+            continue
         if np.mean(agreeing[used] / totals[used]) >= ALIKE:
             return length
     return None
@@ -204,6 +217,9 @@ def _beginnings(names: np.ndarray, length: int) -> list[int]:
     found = [place]
     while True:
         expected = found[-1] + length
+        # Before that, only a part of the last step could look like a beginning.
+        if expected >= len(names):
+            return found
         # A step may be a few kernels longer or shorter than the others.
         for distance in range(length // 4 + 1):
             near = [expected - distance, expected + distance]

@@ -374,6 +374,21 @@ def test_fsdp_wraps_a_module_whose_ddp_was_dropped(context):
         step(made[0], made, context, 0)
 
 
+@on_two_ranks
+def test_a_load_that_exchanges_parameters_is_refused(context):
+    """torch's setting takes the hooks along with the old tensor."""
+    for kind in ("naive", "overlap", "bucketed"):
+        wrapper, _ = wrapped(context, kind)
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            with pytest.raises(
+                RuntimeError, match=r"exchanged the parameters.*: load before wrapping"
+            ):
+                wrapper.module.load_state_dict(net().state_dict())
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 # -- wrapped again ---------------------------------------------------------------------------------
 
 
