@@ -195,7 +195,7 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         if ddp is None:
             return  # the wrapper was dropped
         step, name = ddp.step, ddp.named[index][0]
-        if step.phase is Phase.ENDED and ddp._was_dropped():
+        if step.phase is Phase.ENDED and ddp._was_dropped(reached=index):
             # The step before was skipped, and its gradients were dropped after this forward.
             gradient = parameter.grad
             ddp._recover()
@@ -254,12 +254,18 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         # A forward inside of a backward recomputes activations.
         return lost and torch._C._current_graph_task_id() == NO_BACKWARD
 
-    def _was_dropped(self) -> bool:
-        """Return whether no `.grad` is left of those that the last backward has made."""
-        ready = self.step.ready
-        return bool(ready) and all(
-            self.trainable[index].grad is not gradient for index, (gradient, _) in ready.items()
-        )
+    def _was_dropped(self, reached: int | None = None) -> bool:
+        """Return whether no `.grad` is left of those that the last backward has made.
+
+        Args:
+            reached: index of the parameter that the next backward has already given a gradient.
+        """
+        for index, (gradient, _) in self.step.ready.items():
+            now = self.trainable[index].grad
+            # A gradient that the user has exchanged for another one is not dropped.
+            if now is gradient or (now is not None and index != reached):
+                return False
+        return bool(self.step.ready)
 
     def _has_gradients(self) -> bool:
         """Return whether there is a `.grad`, of whatever origin."""

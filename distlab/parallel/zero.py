@@ -264,7 +264,10 @@ class ZeroOptimizer(LocalOptimizer):
         self._slices.close()
 
     def _share_of(self, parameter: Tensor) -> Tensor | None:
-        shard = self._slices.shard_of[parameter]
+        shards = self._slices.shard_of
+        if parameter not in shards and any(parameter is each.tensor for each in shards.values()):
+            return parameter
+        shard = shards[parameter]
         return shard.tensor if self._takes_shards or self.shards([shard]) else None
 
     def _share(self, group: dict[str, Any]) -> dict[str, Any]:

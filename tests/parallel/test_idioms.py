@@ -297,6 +297,9 @@ def test_a_state_by_a_tensor_of_another_model_is_refused(context):
     for kind in ("sharded-optimizer", "zero1", "zero2"):
         state = adam(context, kind)[1].state
         assert stranger not in state and state.get(stranger) is None
+        optimizer = adam(context, kind)[1]
+        for group in optimizer.local.param_groups:  # by the tensors that are stepped, before a step
+            assert all(optimizer.state[tensor] == {} for tensor in group["params"])
         with pytest.raises(KeyError):
             state[stranger]
 
@@ -329,6 +332,16 @@ def test_a_step_is_skipped_by_dropping_its_gradients_at_any_time(context):
             wrapper.finish_gradient_synchronization()
             optimizer.step()
         return full(made)
+
+    # Gradients that were exchanged for others are not dropped, and their step is not skipped.
+    for kind in ("naive", "bucketed", "zero1"):
+        wrapper, _ = wrapped(context, kind)
+        wrapper(torch.ones(2, 6)).sum().backward()
+        for parameter in wrapper.parameters():
+            parameter.grad = parameter.grad.clone()
+        wrapper(torch.ones(2, 6))
+        with pytest.raises(RuntimeError, match="was changed between backward and finish"):
+            wrapper.finish_gradient_synchronization()
 
     for kind in AVERAGING:
         expected = trained(kind, "")
