@@ -1351,6 +1351,25 @@ def test_the_table():
     assert "finish that was called: the second thing" in str(verdict)
 
 
+def mlp_in_bf16():
+    module, batch, _ = mlp()
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch[0].bfloat16()).float(), batch[1])
+
+    return module.bfloat16(), batch, loss
+
+
+def test_a_right_verdict_says_which_errors_rounding_would_hide():
+    verdict = check_gradients(mlp, "bucketed")
+    assert verdict.right and 0 < verdict.unseen_pct < 0.1 and "rounding" not in str(verdict)
+    verdict = check_gradients(mlp_in_bf16, "bucketed")
+    assert verdict.right and verdict.unseen_tensor in dict(mlp()[0].named_parameters())
+    assert verdict.unseen_pct > 2  # P + M additions alone allow about that much
+    sentence = f"less than {verdict.unseen_pct:.0f} % could not be told from rounding (in '"
+    assert sentence in str(verdict) and "Check in fp32 as well" in str(verdict)
+
+
 def test_a_wrong_norm_is_in_the_headline():
     verdict = check_gradients(mlp, "tests.check_matrix:norm_before_averaging")
     assert not verdict.right

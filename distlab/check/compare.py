@@ -241,6 +241,7 @@ def _compare(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: i
         number = len(steps[0])
         judge = Judge(everyone, runs, copy, jobs)
         warning = judge.warning()
+        unseen_tensor, unseen_pct = judge.unseen()
         return Verdict(
             ranks,
             number,
@@ -254,6 +255,8 @@ def _compare(own: RankContext, group: ProcessGroup, jobs: Jobs, micro_batches: i
             states=judge.states(),
             where=_where(everyone, runs) if jobs.where else "",
             together=judge.together(findings),
+            unseen_tensor=unseen_tensor,
+            unseen_pct=unseen_pct,
         )
 
     return _Compared(on_main(own, verdict), trained.can_accumulate)

@@ -112,6 +112,24 @@ class Judge:
             or self._norms()
         )
 
+    def unseen(self) -> tuple[str, float]:
+        """Return the gradient in which the largest error counts as right, and how large it is.
+
+        The error is the root mean square of the differences, in % of that of the gradient, in the
+        first step. Gradients of noise alone, of which any size of it is right, are left out.
+
+        Returns:
+            Name of the parameter, empty if there is none, and the error in %.
+        """
+        found = ("", 0.0)
+        for name in self.copy.trainable:
+            mean = self.expected[0].mean(name)
+            if mean.agrees(torch.zeros_like(mean.value)):
+                continue
+            error_pct = 100 * mean.rms / mean.value.square().mean().sqrt().item()
+            found = max(found, (name, error_pct), key=lambda each: each[1])
+        return found
+
     def warning(self) -> str:
         """Return a sentence if the loss seems to be a mean of means. Empty if it does not.
 

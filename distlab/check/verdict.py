@@ -10,6 +10,7 @@ from distlab.check.parts import Part
 from distlab.check.signatures import FROZEN
 
 ROWS = 20  # most rows of a verdict's table
+VISIBLE_PCT = 1.0  # error of a gradient from which on a right verdict says that it would be hidden
 NORM = "(the norm)"  # in the place of a tensor's name
 
 
@@ -60,6 +61,9 @@ class Verdict:
         states: number of tensors of its state that were compared after each step.
         where: sentence about the first module that differs, if that was asked for.
         together: sentences about ranges of a flat buffer in which several tensors are wrong.
+        unseen_tensor: parameter in whose gradient the largest error counts as right, because
+            rounding could have made it. Empty if there is none.
+        unseen_pct: this error, in % of the gradient, as root mean squares.
     """
 
     ranks: int
@@ -76,6 +80,8 @@ class Verdict:
     states: int = 0
     where: str = ""
     together: tuple[str, ...] = ()
+    unseen_tensor: str = ""
+    unseen_pct: float = 0.0
 
     @property
     def right(self) -> bool:
@@ -130,6 +136,12 @@ class Verdict:
             parts[-1] += f"\nwhere: {self.where}"
         if self.warning:
             parts.append(f"warning: {self.warning}")
+        if self.right and self.unseen_pct >= VISIBLE_PCT:
+            parts.append(
+                f"An error of less than {self.unseen_pct:.0f} % could not be told from rounding "
+                f"(in '{self.unseen_tensor}'; less in other tensors). Check in fp32 as well: the "
+                "code of the wrapper is the same."
+            )
         return "\n\n".join(parts)
 
     def _headline(self) -> str:

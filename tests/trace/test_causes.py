@@ -408,21 +408,6 @@ def test_a_step_of_many_micro_batches_is_not_one_of_them(tmp_path):
     assert [end - begin for begin, end in windows] == pytest.approx([490.0] * 3)
 
 
-def test_a_kernel_without_a_launch_is_not_put_into_the_optimizer_by_its_time(tmp_path):
-    writer = handmade.Writer()
-    for step in range(4):
-        begin = 100.0 * step
-        writer.span("user_annotation", f"ProfilerStep#{step}", begin, begin + 100.0)
-        # The host is ahead: it waits inside of the optimizer's step while backward runs.
-        writer.span("user_annotation", "Optimizer.step#AdamW.step", begin + 20.0, begin + 80.0)
-        for number in range(9):
-            start = begin + 1.0 + 10.0 * number
-            writer.span("kernel", "gemm of backward", start, start + 9.9, 7)
-    explanation = explain_traces([writer.write(tmp_path / "rank0.json")])
-    parts = parts_of(explanation.ranks[0].mean)
-    assert parts["optimizer"] == 0 and parts["compute"] == pytest.approx(9 * 9.9)
-
-
 def test_ranks_with_other_steps_are_compared_where_they_meet(tmp_path):
     paths = gpu_run(tmp_path, handmade.straggler)
     stripped(paths[1:], keep=lambda name: name != "ProfilerStep#5")

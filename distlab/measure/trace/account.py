@@ -286,10 +286,7 @@ def _split_by_optimizer(events: Sequence[Event]) -> tuple[list[Event], list[Even
     for event in events:
         if event.kind != "compute":
             continue
-        # On a GPU that runs behind the host, the time of a kernel does not tell its phase. If the
-        # file lacks its launch, nothing does.
-        is_unknown = event.launched_ms is None and event.lane.startswith("stream")
-        if ranges.contains(event.on_host_ms) and not is_unknown:
+        if ranges.contains(event.on_host_ms):
             optimizer_events.append(event)
         else:
             other_events.append(event)
