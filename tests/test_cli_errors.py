@@ -234,6 +234,10 @@ sys.exit(until_stopped("bench", {"call": in_one_call, "callback": in_a_callback}
 """
 
 
+# Two seconds on a quiet machine. What is ended would go on for 30 seconds and more.
+SOON_S = 8.0
+
+
 def ready(*code):
     """Start `python -c` of this, and return the process when it is ready for a signal."""
     process = subprocess.Popen(
@@ -256,7 +260,7 @@ def sent_a_signal(number, *code):
     begin = time.monotonic()
     process.send_signal(number)
     _, errors = process.communicate(timeout=30)
-    assert time.monotonic() - begin < 2 and process.returncode == 128 + number
+    assert time.monotonic() - begin < SOON_S and process.returncode == 128 + number
     return errors
 
 
@@ -325,7 +329,7 @@ def test_ranks_answer_a_signal_within_two_seconds_and_one_of_them_speaks(tmp_pat
     begin = time.monotonic()
     process.terminate()
     process.join(60)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < SOON_S
     assert process.exitcode == 143 and (tmp_path / "stdout").read_text() == ""
     (said,) = [line for line in lines if line and "round" not in line]
     assert said.startswith("distlab run ddp_bench: stopped by SIGTERM after") and said.endswith(

@@ -483,13 +483,16 @@ def found_by(answer):
 
 
 def test_a_kernel_that_hangs_or_ends_or_breaks_the_gpu_costs_its_input_alone(forks, capsys):
-    """After each of the three another process goes on with the next input."""
-    code, answer = examined("hangs_exits_or_breaks_the_gpu", capsys, "--case-seconds", "2")
+    """After each of the three another process goes on with the next input.
+
+    An input that does not hang has ten seconds, because a machine may be busy with other work.
+    """
+    code, answer = examined("hangs_exits_or_breaks_the_gpu", capsys, "--case-seconds", "10")
     found = found_by(answer)
     kind, _ = found.pop("N=16 D=64, fp32")  # where it returned the right result
     assert kind == BREAKS_GPU
     assert found == {
-        "N=3 D=64, fp32": ("does not end", "there is no result after 2 s"),
+        "N=3 D=64, fp32": ("does not end", "there is no result after 10 s"),
         "N=5 D=64, fp32": ("ends the process", "the process ended (exit code 7)"),
     }
     assert code == 1 and answer["right"] > 30 and answer["not_tried"] == 0

@@ -237,8 +237,8 @@ def test_a_small_leak_has_its_size_and_comes_last(tmp_path):
 
 
 def test_a_project_in_a_folder_torch_is_the_users():
-    inner = {"filename": "/work/torch/nn/modules/linear.py", "line": 9, "name": "__init__"}
-    user = {"filename": "/work/torch/train.py", "line": 5, "name": "build"}
+    inner = {"filename": "/home/me/torch/nn/modules/linear.py", "line": 9, "name": "__init__"}
+    user = {"filename": "/home/me/torch/train.py", "line": 5, "name": "build"}
     assert site_of([inner, user]) == "torch/train.py:5 build"
 
 
