@@ -139,8 +139,8 @@ class Verdict:
         if self.right and self.unseen_pct >= VISIBLE_PCT:
             parts.append(
                 f"An error of less than {self.unseen_pct:.0f} % could not be told from rounding "
-                f"(in '{self.unseen_tensor}'; less in other tensors). Check in fp32 as well: the "
-                "code of the wrapper is the same."
+                f"(in '{self.unseen_tensor}', and less in others whose gradient is not noise "
+                "alone). Check in fp32 as well: the code of the wrapper is the same."
             )
         return "\n\n".join(parts)
 

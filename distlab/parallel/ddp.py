@@ -202,11 +202,10 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
             parameter.grad = gradient
         if ddp.shards_gradients:
             checks.check_not_accumulated(name, parameter.grad, type(ddp.module).__name__)
-        if not ddp._accumulates:
-            checks.check_not_taken(name, parameter.grad)
         if ddp._accumulates:
             step.accumulated.add(index)
             return  # inside no_sync(): the next backward outside it sends the sum
+        checks.check_not_taken(name, parameter.grad)
         checks.check_gradient(
             name, parameter.grad, is_ready=index in step.ready, has_left=step.sent_early
         )

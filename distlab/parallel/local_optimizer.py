@@ -171,7 +171,8 @@ class LocalState(MutableMapping[Any, Any]):
     model, or by the tensor that the local optimizer steps, which is what iterating gives. Of a
     parameter that other ranks step, this rank has an empty state, and changes to it have no effect.
     So a loop over the model's parameters can run on every rank, for example one that logs or resets
-    states.
+    states. A tensor that the optimizer does not have, such as a frozen parameter, has an empty
+    state as well, which cannot be set: that raises KeyError.
 
     Args:
         optimizer: optimizer whose state it is.
@@ -193,7 +194,10 @@ class LocalState(MutableMapping[Any, Any]):
         return self._optimizer._share_of(key)
 
     def __getitem__(self, key: Any) -> Any:
-        own = self._own(key)
+        try:
+            own = self._own(key)
+        except KeyError:
+            return {}
         return {} if own is None else self._held[own]
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -221,8 +225,11 @@ class LocalState(MutableMapping[Any, Any]):
 
     def pop(self, key: Any, *default: Any) -> Any:
         """Remove and return the state of a parameter. Without one, return the default."""
-        own = self._own(key)
-        return self._held.pop(own, *default) if own is not None else {}
+        if key in self:
+            return self._held.pop(self._own(key))
+        if not default:
+            raise KeyError("there is no state of this parameter on this rank")
+        return default[0]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._held)

@@ -292,7 +292,8 @@ def test_hooks_of_an_optimizer_s_state_see_the_whole_of_it(context):
 
 
 @on_two_ranks
-def test_a_state_by_a_tensor_of_another_model_is_refused(context):
+def test_a_tensor_that_is_not_stepped_has_an_empty_state_which_cannot_be_set(context):
+    """A frozen parameter, in a loop over those of the model. torch's own has an empty state."""
     stranger = nn.Parameter(torch.ones(2))
     for kind in ("sharded-optimizer", "zero1", "zero2"):
         state = adam(context, kind)[1].state
@@ -300,8 +301,9 @@ def test_a_state_by_a_tensor_of_another_model_is_refused(context):
         optimizer = adam(context, kind)[1]
         for group in optimizer.local.param_groups:  # by the tensors that are stepped, before a step
             assert all(optimizer.state[tensor] == {} for tensor in group["params"])
+        assert state[stranger] == {} and state.pop(stranger, None) is None and len(state) == 0
         with pytest.raises(KeyError):
-            state[stranger]
+            state[stranger] = {}
 
 
 # -- steps that are skipped ------------------------------------------------------------------------
