@@ -10,10 +10,12 @@ renewed moved beyond noise.
 
 A record is copied to records/EXPERIMENT/MACHINE-CASE.json when its run has ended well, those of its
 parts to records/PART/MACHINE-CASE.json. No record is ever edited. A run that was cut off resumes
-under outputs/records/COMMIT where its experiment can.
+under outputs/records/COMMIT where its experiment can. A record with peers of other packages is not
+measured where one of them is not installed: it would lose their rows.
 """
 
 import argparse
+import importlib.util
 import shlex
 import shutil
 import subprocess
@@ -59,6 +61,7 @@ class Case:
         name: name of the case.
         options: options of the run, as on a command line.
         minutes: minutes that the run takes, about.
+        peers: packages that the record compares with, by the names of their imports.
     """
 
     machine: str
@@ -67,6 +70,7 @@ class Case:
     name: str
     options: str
     minutes: float
+    peers: tuple[str, ...] = ()
 
     @property
     def run(self) -> str:
@@ -91,6 +95,10 @@ class Case:
             return read_json(path)[0].commit
         except ValueError:
             return None
+
+    def missing_peers(self) -> list[str]:
+        """Return the peers that are not installed here."""
+        return [peer for peer in self.peers if importlib.util.find_spec(peer) is None]
 
     def command(self, commit: str) -> list[str]:
         """Return the command that measures it."""
@@ -127,6 +135,7 @@ def cases(machine: str, manifest: Path = MANIFEST) -> list[Case]:
                 name=name,
                 options=entry["options"],
                 minutes=entry["minutes"],
+                peers=tuple(entry.get("peers", ())),
             )
             found.append(case)
     return found
@@ -292,6 +301,10 @@ def measure(
     failed = 0
     renewed = []
     for case in left:
+        if missing := case.missing_peers():
+            reason = f"install {', '.join(missing)} first, which it compares with"
+            print(f"left: {case.record}: {reason}", file=sys.stderr)
+            continue
         spent = (time.monotonic() - begin) / 60
         # Later cases may be shorter, and still fit.
         if spent + case.minutes > minutes:

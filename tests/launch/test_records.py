@@ -116,6 +116,40 @@ def test_a_record_is_measured_once_per_commit_and_within_the_minutes(
     assert capsys.readouterr().out.startswith("Nothing moved beyond noise. Rows compared: ")
 
 
+def test_a_record_is_not_measured_without_the_packages_that_it_compares_with(
+    tmp_path, monkeypatch, capsys
+):
+    path = tmp_path / "manifest.toml"
+    entry = 'minutes = 1, peers = ["json", "no_such_package"], options = "--preset published"'
+    path.write_text(f"[here]\nranks = 1\n[here.predict]\nfirst = {{ {entry} }}\n")
+    (case,) = records.cases("here", path)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("measured"))
+    assert records.measure([case], "a" * 40, tmp_path, records.NO_LIMIT, tmp_path) == (0, [])
+    line = "left: predict/here-first: install no_such_package first, which it compares with"
+    assert line in capsys.readouterr().err
+
+
+PACKAGES = {
+    "fa4": "flash_attn",
+    "liger": "liger_kernel",
+    "torchao": "torchao",
+    "quack": "quack",
+    "cce": "cut_cross_entropy",
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.experiment}-{case.run}")
+def test_the_manifest_names_the_packages_of_which_a_record_has_rows(case):
+    path = records.file_of(case.record, records.MANIFEST.parent)
+    # Of some runs only a part is shown, and only its record is kept.
+    rows = read_json(path) if path.exists() else []
+    measured = set()
+    for row in rows:
+        if row.metrics.get("status") == "ok" and row.variant in PACKAGES:
+            measured.add(PACKAGES[row.variant])
+    assert measured <= set(case.peers)
+
+
 NAMES = [
     "ddp_bench/here-xl-batch2",
     "ddp_bench/here-xl-batch2-sharded",
