@@ -48,16 +48,7 @@ RENAMED = (
 )
 
 # Experiment of then → of now.
-MERGED = {
-    "activation_checkpointing": "model_benchmark",
-    "allreduce_sweep": "collectives",
-    "tuning": "gpu_lessons",
-}
-
-# Experiment of then → what the configuration of its rows says now.
-SAID_NOW = {
-    "activation_checkpointing": {"mode": "forward_backward", "checkpointing": "as the row says"}
-}
+MERGED = {"allreduce_sweep": "collectives"}
 
 # JSON has no NaN and no infinity; strings keep the file valid for every reader and come back as
 # floats here.
@@ -205,9 +196,8 @@ def _as_now(record: Record) -> Record:
     """Return a record with the present names of experiments and metrics."""
     experiment = record.experiment
     metrics = {_present_name(name): value for name, value in record.metrics.items()}
-    config = record.config | SAID_NOW.get(experiment, {})
     return dataclasses.replace(
-        record, experiment=MERGED.get(experiment, experiment), config=config, metrics=metrics
+        record, experiment=MERGED.get(experiment, experiment), metrics=metrics
     )
 
 

@@ -159,6 +159,6 @@ def test_square_waves_share_most():
 
 
 def test_hits_of_a_record_are_computed_again():
-    """8192³ in tiles of 128 × 256 on 132 multiprocessors: `records/tuning/h200-all.json`."""
+    """8192³ in tiles of 128 × 256 on 132 multiprocessors: `records/gpu_lessons/h200-all.json`."""
     hits = [100 * l2_hit_share(tile_order(64, 32, group), 132) for group in (1, 4, 16)]
     assert hits == [85.595703125, 84.8388671875, 89.16015625]
