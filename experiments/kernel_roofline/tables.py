@@ -41,6 +41,7 @@ DIRECTIONS = {
 }
 CLOSE_PCT = 15  # a prediction is close within this percentage of the measured ratio
 NAMED_BELOW = 0.75  # the plot names points below this fraction of what the ceilings allow
+NAME_GAP = 1.3  # least ratio of the heights of two names in the plot, on its logarithmic axis
 
 
 def by_row(records: Sequence[Record]) -> dict[tuple[str, str], dict[str, Record]]:
@@ -371,18 +372,22 @@ def plot_roofline(records: Sequence[Record], path: Path) -> None:
                     linestyle="none",
                     label=label,
                 )
-        for r in mine:
+        named = [r for r in mine if r.metrics["tflop_per_s"] < NAMED_BELOW * ceiling(_intensity(r))]
+        # From the top down. Points can be closer than two lines of text, so each name is at least
+        # NAME_GAP below the one before it, and a line leads from it to its point.
+        height = math.inf
+        for r in sorted(named, key=lambda r: -r.metrics["tflop_per_s"]):
             intensity, rate = _intensity(r), r.metrics["tflop_per_s"]
-            if rate >= NAMED_BELOW * ceiling(intensity):
-                continue
-            left = intensity > 100  # left of the point: there is no room on its right
+            height = min(rate, height / NAME_GAP)
+            left = intensity > 500  # left of the point: there is no room on its right
             axes.annotate(
                 f"{r.config['label']} {r.config['direction']}",
                 (intensity, rate),
                 fontsize=5.5,
                 ha="right" if left else "left",
-                xytext=(-5 if left else 5, -5),
-                textcoords="offset points",
+                va="center",
+                xytext=(intensity / 1.5 if left else intensity * 1.5, height),
+                arrowprops={"arrowstyle": "-", "linewidth": 0.4, "color": INK},
             )
         axes.set(xscale="log", yscale="log")
         axes.set_xlabel("FLOPs per byte of least traffic")
