@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distlab.measure.interleaved import (
+    MIN_PAIRS,
     Ratio,
     own_noise_floor,
     percentiles,
@@ -108,9 +109,10 @@ def compared(runs: Sequence[SavedRun], control: str | None = None) -> list[Recor
 
     The values are those of `main_metric`, in the fields `run_0`, ….
 
-    `difference_pct` is of the medians; `low_pct` and `high_pct` end its 95 % interval where both
-    runs kept samples; `noise_pct` is the larger of the two rows', `least_pct` what a difference
-    must exceed to count; `verdict` one of worse, better, tie, noise unknown, or what is missing.
+    `difference_pct` is of the medians, and None from zero; `low_pct` and `high_pct` end its 95 %
+    interval where both runs kept samples; `noise_pct` is the larger of the two rows', `least_pct`
+    what a difference must exceed to count; `verdict` one of worse, better, tie, noise unknown, or
+    what is missing.
 
     Args:
         runs: the baseline first.
@@ -249,8 +251,7 @@ def verdicts(rows: Records) -> list[str]:
     by_verdict = grouped(rows, lambda row: row.metrics["verdict"])
     found = []
     for verdict in (SLOWER, FASTER):
-        moved = by_verdict.pop(verdict, [])
-        moved.sort(key=lambda row: -abs(row.metrics["difference_pct"]))
+        moved = sorted(by_verdict.pop(verdict, []), key=_size_of_difference, reverse=True)
         for row in moved[:MOST_NAMED]:
             found.append(f"{row.variant} is {verdict}: {_sentence(row)}")
         more = len(moved) - MOST_NAMED
@@ -259,8 +260,14 @@ def verdicts(rows: Records) -> list[str]:
     if TIE in by_verdict:
         found.append(f"Inside the noise: {_listed(by_verdict.pop(TIE))}.")
     for verdict, group in by_verdict.items():
-        found.append(f"{verdict}: {_listed(group)}.")
+        found.append(f"{verdict.capitalize()}: {_listed(group)}.")
     return found
+
+
+def _size_of_difference(row: Record) -> float:
+    """Return the size of a row's difference in %. From zero it is larger than any other."""
+    difference_pct = row.metrics["difference_pct"]
+    return math.inf if difference_pct is None else abs(difference_pct)
 
 
 def _listed(rows: Records) -> str:
@@ -317,7 +324,8 @@ def undecided(rows: Records, limit_pct: float) -> list[str]:
             least, most = worse_by(row)
             # The limit is within the interval, so the row may be on either side of it.
             if least <= limit_pct < most:
-                found.append(f"{row.variant} (up to {most:.1f} %)")
+                bound = f"up to {most:.1f} %" if math.isfinite(most) else "from zero"
+                found.append(f"{row.variant} ({bound})")
     return found
 
 
@@ -329,6 +337,10 @@ def worse_by(row: Record) -> tuple[float, float]:
     """
     m = row.metrics
     difference, noise = m["difference_pct"], m["least_pct"] or 0.0
+    if difference is None:  # from zero, so that no percentage bounds it
+        if higher_is_better(row.config["metric"]):
+            return -math.inf, -math.inf
+        return (0.0 if m["verdict"] == TIE else math.inf), math.inf
     low, high = m["low_pct"], m["high_pct"]
     if low is None or high is None:
         low, high = difference - noise, difference + noise
@@ -444,6 +456,8 @@ def _verdict(old: Record | None, new: Record | None, metric: str) -> Metrics:
         else:
             verdict = "in neither run"
         return nothing | {"verdict": verdict}
+    if (first == 0) != (last == 0):
+        return _verdict_at_zero(first, last, new if last else old, metric)
     # Samples are stored under the name of the metric without its percentile.
     quantity = metric.removesuffix("_p50_ms")
     noises = [noise_of(record.metrics, quantity) for record in (old, new)]
@@ -454,8 +468,7 @@ def _verdict(old: Record | None, new: Record | None, metric: str) -> Metrics:
     elif first == last:
         ratio = Ratio(1.0, None, None)  # also of two zeros, such as spilled bytes
     else:
-        # A change from zero has no finite ratio.
-        ratio = Ratio(last / first if first else math.inf, None, None)
+        ratio = Ratio(last / first, None, None)
     # A ratio to a control has one noise. A difference of two runs has that of both.
     least = noise
     if noise is not None and metric != RATIO:
@@ -478,9 +491,45 @@ def _verdict(old: Record | None, new: Record | None, metric: str) -> Metrics:
     return percent | {"noise_pct": noise, "least_pct": least, "verdict": verdict}
 
 
+def _verdict_at_zero(first: float, last: float, row: Record, metric: str) -> Metrics:
+    """Return what a change from or to zero means, like `_verdict`.
+
+    From zero it has no percentage. Without a known noise it is certain if the value is counted, or
+    if enough samples are all above zero.
+
+    Args:
+        first, last: values of the two runs, one of them zero.
+        row: row of the run in which the value is not zero.
+        metric: name of the metric.
+    """
+    quantity = metric.removesuffix("_p50_ms")
+    noise_pct = noise_of(row.metrics, quantity)
+    samples = row.metrics.get(f"{quantity}_samples_ms") or ()
+    if noise_pct is not None:
+        is_certain = 2 * noise_pct < 100  # the difference is the whole value
+    else:
+        is_certain = metric.endswith("_bytes") or (len(samples) >= MIN_PAIRS and min(samples) > 0)
+    if is_certain:
+        verdict = FASTER if (last > first) == higher_is_better(metric) else SLOWER
+    elif noise_pct is None and len(samples) < MIN_PAIRS:
+        verdict = UNSURE
+    else:
+        verdict = TIE
+    return {
+        "difference_pct": None if first == 0 else -100.0,
+        "low_pct": None,
+        "high_pct": None,
+        "noise_pct": noise_pct,
+        "least_pct": None if noise_pct is None else 2 * noise_pct,
+        "verdict": verdict,
+    }
+
+
 def _sentence(row: Record) -> str:
     m, metric = row.metrics, row.config["metric"]
     first, *_, last = (value for name, value in m.items() if name.startswith("run_"))
+    # A difference from zero has no percentage.
+    difference = f", {m['difference_pct']:+.1f} %" if m["difference_pct"] is not None else ""
     between = (
         f", 95 % between {m['low_pct']:+.1f} and {m['high_pct']:+.1f} %"
         if m["low_pct"] is not None
@@ -488,8 +537,7 @@ def _sentence(row: Record) -> str:
     )
     noise = f", noise {m['noise_pct']:.1f} %" if m["noise_pct"] is not None else ""
     return (
-        f"{metric} {in_unit(first, metric)} → {in_unit(last, metric)}, "
-        f"{m['difference_pct']:+.1f} %{between}{noise}."
+        f"{metric} {in_unit(first, metric)} → {in_unit(last, metric)}{difference}{between}{noise}."
     )
 
 

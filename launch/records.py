@@ -457,11 +457,12 @@ def moved_table(rows: Records) -> str:
     for row in rows:
         metric = row.config["metric"]
         noise_pct = row.metrics["noise_pct"]
+        difference_pct = row.metrics["difference_pct"]  # None from zero
         line = [
             for_terminal(row.variant),
             in_unit(row.metrics["run_0"], metric),
             in_unit(row.metrics["run_1"], metric),
-            f"{row.metrics['difference_pct']:+.1f}",
+            "n/a" if difference_pct is None else f"{difference_pct:+.1f}",
             "n/a" if noise_pct is None else f"{noise_pct:.1f}",
             row.metrics["verdict"],
         ]

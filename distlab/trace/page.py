@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from distlab.compare import SavedRun, compared, verdicts, view_of
-from distlab.measure.interleaved import percentiles
+from distlab.compare import UNSURE, SavedRun, compared, verdicts, view_of
+from distlab.measure.interleaved import MIN_PAIRS, percentiles
 from distlab.report import Column, Record, Records, View, text_column, timeline
 from distlab.report.provenance import command
 from distlab.trace.causes import FINDING_PCT, UNKNOWN
@@ -19,8 +19,8 @@ ACCOUNT, CAUSES = "where the time of a step goes", "why"
 COLLECTIVES, GROUPS = "the most exposed collectives", "communication by process group"
 KERNELS = "kernels (operators) of the first rank"
 CHANGES = "what changed in the median step"
-# A part of a step below this is absent. Its ratio to another run would mean nothing.
-_ABSENT_MS = 1e-3
+# A part of a step below this counts as zero. Its ratio to another run would mean nothing.
+_ZERO_MS = 1e-3
 
 
 def records_of(explanation: Explanation, old: Explanation | None = None) -> list[Record]:
@@ -153,9 +153,12 @@ def against(old: Explanation, new: Explanation) -> tuple[list[Record], View]:
 
 
 def changed(old: Explanation, new: Explanation) -> list[str]:
-    """Return the sentences on what changed: parts of the median step, and large causes."""
+    """Return the sentences on what changed: large causes, then parts of the median step."""
     rows, view = against(old, new)
-    return [*view.findings_of(rows), *changed_causes(old, new)]
+    found = [*changed_causes(old, new), *view.findings_of(rows)]
+    if any(row.metrics["verdict"] == UNSURE for row in rows):
+        found.append(f"With {MIN_PAIRS} traced steps or more in both runs, the noise is known.")
+    return found
 
 
 def changed_causes(old: Explanation, new: Explanation) -> list[str]:
@@ -181,8 +184,8 @@ def _saved(explanation: Explanation) -> SavedRun:
     rows = []
     for part, samples in explanation.samples().items():
         median_ms = percentiles(samples)["p50"]
-        metrics = {"part_p50_ms": None}
-        if median_ms > _ABSENT_MS:
+        metrics = {"part_p50_ms": 0.0}
+        if median_ms > _ZERO_MS:
             metrics = {"part_p50_ms": median_ms, "part_samples_ms": samples}
         rows.append(Record(NAME, part, {}, metrics, environment, None))
     return SavedRun(path, rows)

@@ -94,6 +94,41 @@ def test_zero_is_a_value():
     assert any("more is worse: main_bytes" in found for found in findings(rows))
 
 
+@pytest.mark.parametrize(
+    ("samples", "verdict"),
+    [
+        ([5.0] * 5, "worse"),
+        ([5.0] * 4, "noise unknown"),
+        ([5.0, 5.0, 5.0, 0.0, 0.0], "tie"),
+        (None, "noise unknown"),
+    ],
+)
+def test_a_time_from_or_to_zero_counts_if_enough_samples_are_above_zero(samples, verdict):
+    zero = unsaved(record("a", None, part_p50_ms=0.0))
+    some = unsaved(record("a", None, part_p50_ms=5.0, part_samples_ms=samples))
+    (row,) = compared([zero, some])
+    assert row.metrics["verdict"] == verdict
+    assert row.metrics["difference_pct"] is None
+    json.dumps(row.metrics, allow_nan=False)
+    assert failures([row], 1000) == (["a"] if verdict == "worse" else [])
+    (back,) = compared([some, zero])
+    assert back.metrics["verdict"] == {"worse": "better"}.get(verdict, verdict)
+    assert back.metrics["difference_pct"] == -100
+
+
+def test_a_time_from_zero_is_named_first_and_a_tie_from_zero_is_undecided():
+    old = unsaved(record("a", None, part_p50_ms=1.0), record("b", None, part_p50_ms=0.0))
+    for noise_pct, verdict in ((1.0, "worse"), (60.0, "tie")):
+        metrics = {"part_p50_ms": 5.0, "noise_pct": noise_pct}
+        new = unsaved(record("a", None, **metrics), record("b", None, **metrics))
+        rows = compared([old, new])
+        assert verdicts(rows) == {"a": "worse", "b": verdict}
+        assert findings(rows)[0].startswith(
+            "b is worse: part_p50_ms 0 ms → 5 ms, noise 1.0 %." if verdict == "worse" else "a is"
+        )
+        assert ("b (from zero)" in undecided(rows, 5)) == (verdict == "tie")
+
+
 def test_a_difference_that_prints_as_zero_is_none():
     def peak(value):
         return unsaved(record("a", None, peak_bytes=value))
@@ -123,7 +158,7 @@ def test_rows_that_came_went_or_ran_out_of_memory():
     }
     assert gone(rows) == failures(rows, 5) == ["a", "b"]
     assert judged(rows, 5)[0] == 1
-    assert "only in the first run: a, b." in findings(rows)
+    assert "Only in the first run: a, b." in findings(rows)
 
 
 def test_rows_of_one_variant_are_matched_by_what_tells_them_apart():
