@@ -12,6 +12,7 @@ docs/learn/your_trace.md.
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from launch.kernel import Progress
 from launch.runs import refresh_index
 
 OF_A_RUN = ("records.json", "run.json")  # what else is JSON in the folder of a run
+RANK = r"rank[-_ ]?\d+"  # part of a file's name
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def files_of(paths: Sequence[str]) -> list[str]:
     """Return the traces that are named: files, and for a folder all traces in it by name.
 
     Raises:
-        ValueError: a folder has no trace, or there is no such file.
+        ValueError: a folder has no trace, or those of several runs, or there is no such file.
     """
     found = []
     for path in paths:
@@ -115,6 +117,15 @@ def files_of(paths: Sequence[str]) -> list[str]:
         inside = [str(file) for file in sorted(Path(path).iterdir()) if is_trace(file)]
         if not inside:
             raise ValueError(f"{path} has no .json or .json.gz file: give a folder of traces")
+        # A benchmark puts the traces of all its strategies into one folder.
+        ranks = [
+            match[0] for match in (re.search(RANK, Path(file).name) for file in inside) if match
+        ]
+        if len(set(ranks)) < len(ranks):
+            runs = dict.fromkeys(re.sub(RANK, "rank*", file) for file in inside)
+            raise ValueError(
+                f"{path} has the traces of several runs: give the files of one, {' or '.join(runs)}"
+            )
         found += inside
     return found
 

@@ -135,6 +135,25 @@ def test_a_folder_stands_for_the_traces_in_it(runs, tmp_path, capsys):
         trace.main([str(empty)])
 
 
+def test_a_folder_with_the_traces_of_several_runs_names_them(tmp_path):
+    """As of `ddp_bench`. Names that differ in more than the rank can be of one run."""
+
+    def files(*names):
+        for name in names:
+            (tmp_path / name).write_text("{}")
+        return trace.files_of([str(tmp_path)])
+
+    stamped = ("rank0.17.trace.json", "rank1.17.trace.json", "rank2.18.trace.json")
+    assert [Path(file).name for file in files(*stamped)] == [*stamped]
+    for name in stamped:
+        (tmp_path / name).unlink()
+    message = r"trace_flat_rank\*\.json\.gz or .*trace_local_rank\*\.json\.gz$"
+    with pytest.raises(ValueError, match=message):
+        files(
+            *(f"trace_{name}_rank{rank}.json.gz" for name in ("local", "flat") for rank in (0, 1))
+        )
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
