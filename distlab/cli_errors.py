@@ -221,8 +221,12 @@ def ended_at_once(name: str, *, speaks: bool = True) -> Iterator[None]:
     Use it for the import of torch. There is nothing to save yet, and the import would swallow an
     exception out of a handler, or turn it into another error.
     """
+    ending = threading.Lock()
 
-    def end(number: int, frame: FrameType | None) -> None:
+    def end(number: int, frame: FrameType | None = None) -> None:
+        # Two threads call this, or a second signal does. The first call speaks and ends them all.
+        if not ending.acquire(blocking=False):
+            return
         if speaks:
             line = f"{name}: stopped by {_sender(number)} while starting; nothing was saved\n"
             # os.write needs no lock. `print` could wait for one that the interrupted code holds.
@@ -230,7 +234,9 @@ def ended_at_once(name: str, *, speaks: bool = True) -> Iterator[None]:
         # Not `sys.exit`: torch's import would swallow its exception.
         os._exit(128 + number)
 
-    with answered(end):
+    # In both threads: the main one may be inside a call that does not see the signal. It may also
+    # have been about to start a call that sleeps, which a signal just before does not interrupt.
+    with answered(end, hear=end):
         yield
 
 
@@ -275,7 +281,7 @@ class _Listener:
 @contextlib.contextmanager
 def answered(
     handler: Callable[[int, FrameType | None], None],
-    hear: Callable[[int], None] = lambda number: None,
+    hear: Callable[[int], None],
 ) -> Iterator[_Listener | None]:
     """Call `handler` for `SIGNALS` in the block. Ignored signals stay ignored, as under nohup.
 

@@ -295,23 +295,30 @@ def test_a_main_thread_that_saw_the_signal_can_save():
 
 
 IMPORTING = """
-import time
+import hashlib, sys, time
 from distlab.cli_errors import ended_at_once
 
-with ended_at_once("bench"):
-    print("ready", flush=True)
+def swallows_exceptions():
     try:
         time.sleep(30)
     except BaseException:  # as an import does that tries something else instead
         time.sleep(30)
+
+def sees_no_signal():
+    hashlib.pbkdf2_hmac("sha256", b"a", b"b", 10**9)
+
+with ended_at_once("bench"):
+    print("ready", flush=True)
+    {"exceptions": swallows_exceptions, "call": sees_no_signal}[sys.argv[1]]()
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_during_the_imports_ends_the_process_with_one_line(number):
+@pytest.mark.parametrize("where", ["exceptions", "call"])
+def test_a_signal_during_the_imports_ends_the_process_with_one_line(number, where):
     by = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
     assert (
-        sent_a_signal(number, IMPORTING)
+        sent_a_signal(number, IMPORTING, where)
         == f"bench: stopped by {by} while starting; nothing was saved\n"
     )
 

@@ -21,8 +21,10 @@ def newest_usable(folder: Path) -> Stored:
     """Return the newest checkpoint whose files are whole.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or there is no such folder.
     """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} does not exist: name the folder of a run of `distlab train`")
     store = CheckpointFolder(folder)
     problems = []
     for step in store.steps():

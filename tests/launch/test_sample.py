@@ -9,6 +9,7 @@ import pytest
 from distlab.experiment import lone_context
 from distlab.model.config import ModelConfig
 from distlab.model.transformer import TransformerLM
+from distlab.train.sample import newest_usable
 from launch import sample
 from launch.sample import SampleOptions
 
@@ -46,3 +47,10 @@ def test_an_export_overwrites_no_run(tmp_path, capsys):
     (tmp_path / "model.safetensors").touch()
     sample.check_export(str(tmp_path))  # an earlier export is replaced
     assert (tmp_path / "config.json").read_text() == "{}"
+
+
+def test_a_folder_that_does_not_exist_is_not_taken_for_one_without_checkpoints(tmp_path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    for name, says in (("run", "holds no usable checkpoint"), ("none", "does not exist")):
+        with pytest.raises(ValueError, match=says):
+            newest_usable(tmp_path / name / "checkpoints")
