@@ -49,7 +49,7 @@ from distlab.experiment import (
     option,
 )
 from distlab.kernel_check import OPERATIONS
-from distlab.kernel_check.judge import call_of
+from distlab.kernel_check.calls import call_of
 from distlab.measure import Pace, allocated_bytes, attempt, call_ms, peak_memory, sample_rounds
 from distlab.measure.clock import replayed
 from distlab.report import (

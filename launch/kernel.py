@@ -5,11 +5,12 @@
     distlab kernel --list                  # the operations, with signatures
 
 The function is imported from the working directory first. It is Triton, CUDA or plain torch: a
-function of the operation's tensors, or a subclass of torch.autograd.Function. It runs in a process
-of its own, interpreted where there is no GPU, on sizes around tiles, large means, masked rows,
-strided inputs and gradients, and other dtypes. Results and gradients are compared with float64, and
-errors with those of torch's own operation. An input that it refuses with an error is no mistake. A
-GPU with enough memory also gets tensors of more than 2**31 elements.
+function of the operation's tensors, or a subclass of torch.autograd.Function. Parameters for
+`causal`, `scale`, `eps` or `dim` get the operation's value. It runs in a process of its own,
+interpreted where there is no GPU, on sizes around tiles, large means, masked rows, strided inputs
+and gradients, and other dtypes. Results and gradients are compared with float64, and errors with
+those of torch's own operation. An input that it refuses with an error is no mistake. A GPU with
+enough memory also gets tensors of more than 2**31 elements.
 
 On a GPU the kernel is then timed next to this lab's, torch's and installed peers, by the experiment
 kernel_roofline, or attention_sweep for attention. On a CPU that takes --time, and the sizes are

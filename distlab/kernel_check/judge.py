@@ -5,7 +5,6 @@ dtype. The kernel runs twice. The first time its allocations are guarded and ful
 (`guards.py`), which shows writes outside of them and elements that it never writes.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distlab.kernel_check.calls import Function, call_of
 from distlab.kernel_check.guards import NAN, GuardedAllocations
 from distlab.kernel_check.hostile import DTYPES, GUARD, Case, drawn
 from distlab.kernel_check.operations import Operation
@@ -43,10 +43,6 @@ OF_CANCELLED = 4
 # What is wrong after an illegal or misaligned access on a GPU. The process can compute no more.
 BREAKS_GPU = "breaks the GPU's context"
 
-Function = Callable[..., Any]
-
-POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -60,7 +56,8 @@ class Outcome:
         detail: sentence with numbers, or the reason why it was not tried.
         differs: largest difference between two runs on the same input, 0 for equal bits.
         has_backward: True if gradients were compared.
-        called: arguments that the kernel was called with, if the operation has an option.
+        called: arguments that the kernel was called with, if it got more than the tensors or if the
+            operation has an option.
     """
 
     case: Case
@@ -104,7 +101,9 @@ def judge(function: Function, operation: Operation, case: Case, device: torch.de
         return _outcome(call, operation, case, tensors, expected)
 
     outcome = guarded_outcome(case, device, work)
-    return replace(outcome, called=call.form(operation)) if operation.options else outcome
+    if operation.options or call.by_position or call.by_name:
+        return replace(outcome, called=call.form(operation))
+    return outcome
 
 
 def guarded_outcome(case: Case, device: torch.device, work: Callable[[], Outcome]) -> Outcome:
@@ -183,70 +182,6 @@ def works(device: torch.device) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-@dataclass(frozen=True)
-class Call:
-    """A kernel as a function of the operation's tensors alone.
-
-    Attributes:
-        function: function to call.
-        by_position: arguments after the tensors.
-        by_name: arguments by their name.
-    """
-
-    function: Function
-    by_position: tuple[Any, ...] = ()
-    by_name: tuple[tuple[str, Any], ...] = ()
-
-    def __call__(self, *tensors: Tensor) -> Any:
-        """Call the kernel."""
-        return self.function(*tensors, *self.by_position, **dict(self.by_name))
-
-    def form(self, operation: Operation) -> str:
-        """Return the arguments in words, for example `(q, k, v, is_causal=True)`."""
-        words = [argument.name for argument in operation.arguments]
-        words.extend(str(value) for value in self.by_position)
-        words.extend(f"{name}={value}" for name, value in self.by_name)
-        return f"({', '.join(words)})"
-
-
-def call_of(function: Function, operation: Operation) -> Call:
-    """Return a function of the operation's tensors alone.
-
-    An option such as `is_causal` is given to the parameter of this name or of the name `causal`. A
-    function without either gets it by position only if it has one more parameter without a
-    default, or does not tell its parameters. Any other does nothing else than this operation.
-    """
-    is_autograd = isinstance(function, type) and issubclass(function, torch.autograd.Function)
-    target = function.apply if is_autograd else function
-    try:
-        parameters = list(
-            inspect.signature(function.forward if is_autograd else function).parameters.values()
-        )
-    except (TypeError, ValueError):  # for example built-in functions
-        return Call(target, by_position=tuple(value for _, value in operation.options))
-    has_setup = is_autograd and (
-        function.setup_context is not torch.autograd.Function.setup_context
-    )
-    if is_autograd and not has_setup:
-        parameters = parameters[1:]  # ctx
-    more = parameters[len(operation.arguments) :]
-    by_position: list[Any] = []
-    by_name = []
-    for name, value in operation.options:
-        named = [each for each in parameters if each.name in (name, name.removeprefix("is_"))]
-        if named and is_autograd:
-            # `apply` takes no names. What is between gets its default.
-            before = parameters[len(operation.arguments) : parameters.index(named[0])]
-            by_position = [*(each.default for each in before), value]
-        elif named:
-            by_name.append((named[0].name, value))
-        elif any(each.kind is each.VAR_KEYWORD for each in parameters):
-            by_name.append((name, value))
-        elif more and more[0].default is more[0].empty and more[0].kind in POSITIONAL:
-            by_position.append(value)
-    return Call(target, tuple(by_position), tuple(by_name))
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from distlab.kernel_check.calls import Function, call_of
 from distlab.kernel_check.hostile import DTYPES, Case, rope_table
 from distlab.kernel_check.judge import (
     Expected,
-    Function,
     Outcome,
     Run,
     as_tuple,
-    call_of,
     guarded_outcome,
     upstream_of,
 )

@@ -64,6 +64,22 @@ class Argument:
 
 
 @dataclass(frozen=True)
+class OfTensors:
+    """A constant of an operation that depends on the sizes of its tensors.
+
+    Attributes:
+        formula: the constant in words.
+        value: function of the tensors that returns it.
+    """
+
+    formula: str
+    value: Callable[[Sequence[Tensor]], Any]
+
+    def __str__(self) -> str:
+        return self.formula
+
+
+@dataclass(frozen=True)
 class Operation:
     """An operation that a kernel can claim to be.
 
@@ -90,7 +106,10 @@ class Operation:
         subtracted: function of the tensors, the result and the upstream gradient that returns the
             size of what the backward subtracts from an equal number, in the dtype of the case. None
             where `cancelling` or another gradient says it.
-        options: name → value that the function is called with, see `judge.call_of`.
+        options: name → value that the function is called with, see `calls.call_of`. Without it the
+            function is another operation.
+        constants: name → number in the formula, or a function of the tensors that returns it. A
+            function that has a parameter for it is called with it.
         layouts: layouts of the arguments with the role `values`, see `hostile.laid_out`.
     """
 
@@ -108,6 +127,7 @@ class Operation:
     largest_logit: Callable[[Sequence[Tensor]], float] | None = None
     subtracted: Callable[[Sequence[Tensor], Tensor, Tensor], float] | None = None
     options: tuple[tuple[str, Any], ...] = ()
+    constants: tuple[tuple[str, Any], ...] = ()
     layouts: tuple[str, ...] = (*STRIDED, "rank 4")
 
     @property
@@ -219,6 +239,11 @@ def _of_rows(square: Tensor, weight: Tensor, upstream: Tensor) -> float:
     return (scaled * torch.rsqrt(square + EPS)).max().item()
 
 
+def _scale_of_attention(tensors: Sequence[Tensor]) -> float:
+    """Return 1/√D."""
+    return tensors[0].shape[-1] ** -0.5
+
+
 def _even_width(sizes: Sizes) -> bool:
     return sizes["D"] % 2 == 0
 
@@ -230,6 +255,7 @@ PRODUCTS = ("normal", "constant", "mean 1,000", "tiny", "zeros")
 X = Argument("x", ("N", "D"))
 WEIGHT = Argument("weight", ("D",), "weight")
 QUERIES = Argument("q", ("B", "H", "T", "D"))
+SCALE = ("scale", OfTensors("1/√D", _scale_of_attention))
 
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
@@ -248,6 +274,7 @@ OPERATIONS: dict[str, Operation] = {
             about="GeLU with the tanh approximation",
             arguments=(X,),
             exact=_gelu,
+            constants=(("approximate", "tanh"),),
             sizes=ROW_SIZES,
         ),
         Operation(
@@ -265,6 +292,7 @@ OPERATIONS: dict[str, Operation] = {
             about="softmax over the last dimension",
             arguments=(X,),
             exact=_softmax,
+            constants=(("dim", -1),),
             sizes=ROW_SIZES,
             values=LOGITS,
             cancelling=_largest_upstream,
@@ -284,6 +312,7 @@ OPERATIONS: dict[str, Operation] = {
             about="LayerNorm with eps 1e-5",
             arguments=(X, WEIGHT, Argument("bias", ("D",), "small")),
             exact=_layer_norm,
+            constants=(("eps", EPS),),
             formula=reference.layer_norm,
             cancelling=_cancelling_in_layer_norm,
             sizes=ROW_SIZES,
@@ -294,15 +323,17 @@ OPERATIONS: dict[str, Operation] = {
             about="RMSNorm with eps 1e-5",
             arguments=(X, WEIGHT),
             exact=_rms_norm,
+            constants=(("eps", EPS),),
             cancelling=_cancelling_in_rms_norm,
             sizes=ROW_SIZES,
         ),
         Operation(
             name="add_rms_norm",
             signature="add_rms_norm(x (…, D), residual (…, D), weight (D)) → (y, s)",
-            about="s = x + residual and y = rms_norm(s)",
+            about="s = x + residual and y = rms_norm(s), with eps 1e-5",
             arguments=(X, Argument("residual", ("N", "D")), WEIGHT),
             exact=_add_rms_norm,
+            constants=(("eps", EPS),),
             sizes=ROW_SIZES,
             values=("normal", "ascending", "±50", "tiny", "zeros"),
         ),
@@ -374,6 +405,7 @@ OPERATIONS: dict[str, Operation] = {
                 Argument("v", ("B", "H", "S", "D")),
             ),
             exact=_attention,
+            constants=(("is_causal", False), SCALE),
             sizes={**ATTENTION_SIZES, "T": LENGTHS, "S": LENGTHS},
             values=("normal", "±50", "constant", "zeros", "tiny"),
             largest_logit=_largest_score,
@@ -397,6 +429,7 @@ OPERATIONS: dict[str, Operation] = {
             subtracted=_subtracted_by_attention,
             rows="T",
             options=(("is_causal", True),),
+            constants=(SCALE,),
             layouts=STRIDED,
         ),
     )

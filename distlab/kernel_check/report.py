@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from distlab.kernel_check.calls import Function
 from distlab.kernel_check.hostile import Case, cases, simpler
-from distlab.kernel_check.judge import BREAKS_GPU, Function, Outcome, judge, reads_outside, works
+from distlab.kernel_check.judge import BREAKS_GPU, Outcome, judge, reads_outside, works
 from distlab.kernel_check.large import judge_large, large_case
 from distlab.kernel_check.operations import Operation, operation_of
 
@@ -49,7 +50,7 @@ class Report:
         has_backward: True if gradients were compared.
         left: number of cases that were not tried because the time was over.
         too_large: reason why the large input was not tried. Empty if it was, and on a CPU.
-        called: arguments that the kernel was called with, if the operation has an option.
+        called: arguments that the kernel was called with, see `Outcome`.
     """
 
     operation: str
@@ -129,6 +130,9 @@ class Report:
         ]
         if self.called:
             lines.append(f"  called with {self.called}")
+        if self.wrong:
+            # The user may have meant another form of it, such as GeLU without the approximation.
+            lines.append(f"  expected: {operation_of(self.operation).about}")
         for kind, finding in self.findings.items():
             inputs = "1 input" if self.wrong[kind] == 1 else f"{self.wrong[kind]} inputs"
             lines.append(f"  {kind} ({inputs}). The smallest: {finding.smallest}")

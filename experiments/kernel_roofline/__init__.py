@@ -43,6 +43,8 @@ from torch import Tensor
 
 from distlab.bench.task import check_name, factory_of
 from distlab.experiment import Experiment, Options, RankContext, Run, option
+from distlab.kernel_check.calls import call_of
+from distlab.kernel_check.operations import OPERATIONS
 from distlab.measure import allocated_bytes, attempt, call_ms, launched, peak_memory, sample_rounds
 from distlab.options import Values
 
@@ -168,7 +170,8 @@ class RooflineConfig(Options):
 
     def cases(self) -> list[Case]:
         """Return the operations and chains of the run, in each of their sizes."""
-        yours = None if self.yours is None else kernel_of(self.yours)
+        # `__post_init__` refuses a user's kernel without the name of its operation.
+        yours = None if self.yours is None else kernel_of(self.yours, self.only[0])
         found = [] if self.chain else table.cases(self.small)
         found += [
             chain_case(chain).sized(self.small)
@@ -186,13 +189,20 @@ class RooflineConfig(Options):
         ]
 
 
-def kernel_of(name: str) -> Function:
-    """Return a user's kernel. Of an autograd Function, that is its `apply`.
+def kernel_of(name: str, operation: str) -> Function:
+    """Return a user's kernel as a function of the operation's tensors.
+
+    Args:
+        name: `module:function`. Of an autograd Function, its `apply` is called.
+        operation: name of a row of the table.
 
     Raises:
         ValueError: it cannot be imported.
     """
     found = factory_of(name, "--yours")
+    if operation in OPERATIONS:
+        # It may take more than the tensors, such as `eps`.
+        return call_of(found, OPERATIONS[operation])
     if isinstance(found, type) and issubclass(found, torch.autograd.Function):
         return found.apply
     return found

@@ -169,7 +169,7 @@ def test_a_kernel_that_remembers_its_first_results_is_wrong_after_timing(monkeyp
             known[x.shape] = rows.rms_norm(x.shape, x.dtype).builtin(x, weight)
         return known[x.shape]
 
-    monkeypatch.setattr(roofline, "kernel_of", lambda name: remembers)
+    monkeypatch.setattr(roofline, "kernel_of", lambda name, operation: remembers)
     found = measured(
         EXPERIMENT, tmp_path, only=("rms_norm",), yours="my:kernel", variants=("builtin",)
     )
@@ -181,7 +181,7 @@ def test_a_kernel_without_a_backward_says_so(monkeypatch, tmp_path):
     def forward(x, cosines, sines):
         return reference.rope(x, cosines, sines).detach()
 
-    monkeypatch.setattr(roofline, "kernel_of", lambda name: forward)
+    monkeypatch.setattr(roofline, "kernel_of", lambda name, operation: forward)
     found = measured(EXPERIMENT, tmp_path, only=("rope",), yours="my:kernel", variants=("naive",))
     status = {(r.variant, r.config["direction"]): r.metrics["status"] for r in found}
     assert status["yours", "fwd"] == "ok" and "it has no backward" in status["yours", "bwd"]

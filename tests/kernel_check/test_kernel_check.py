@@ -395,16 +395,20 @@ class FunctionWithSetup(torch.autograd.Function):
     "function, called",
     [
         (lambda q, k, v: causal(q, k, v), "(q, k, v)"),
-        (lambda q, k, v, scale=None: causal(q, k, v, scale), "(q, k, v)"),
-        (lambda q, k, v, *, scale=None: causal(q, k, v, scale), "(q, k, v)"),
+        (lambda q, k, v, scale=None: causal(q, k, v, scale), "(q, k, v, scale=1/√D)"),
+        (lambda q, k, v, *, scale=0.5: causal(q, k, v, scale), "(q, k, v, scale=1/√D)"),
         (lambda *tensors: causal(*tensors), "(q, k, v)"),
-        (lambda q, k, v, causal_: causal(q, k, v, None, causal_), "(q, k, v, True)"),
+        (lambda q, k, v, causal_: causal(q, k, v, None, causal_), "(q, k, v, causal_=True)"),
+        (
+            lambda q, k, v, sm_scale, causal_: causal(q, k, v, sm_scale, causal_),
+            "(q, k, v, sm_scale=1/√D, causal_=True)",
+        ),
         (lambda q, k, v, *, is_causal: causal(q, k, v, None, is_causal), "is_causal=True)"),
         (lambda *tensors, **named: causal(*tensors, None, named["is_causal"]), "is_causal=True)"),
         (lambda *tensors, is_causal=False: causal(*tensors, None, is_causal), "is_causal=True)"),
-        (causal, "(q, k, v, causal=True)"),
+        (causal, "(q, k, v, causal=True, scale=1/√D)"),
         (CausalFunction, "(q, k, v)"),
-        (FunctionWithScale, "(q, k, v, None, True)"),
+        (FunctionWithScale, "(q, k, v, 1/√D, True)"),
         (FunctionWithSetup, "(q, k, v, True)"),
     ],
 )
@@ -413,6 +417,64 @@ def test_an_option_is_given_to_its_own_parameter(function, called):
     report = check_kernel(function, "causal_attention", backward=False, count=0, device="cpu")
     assert report.is_right and not report.refused, report
     assert report.called.endswith(called) and f"called with {report.called}" in str(report)
+
+
+class NormFunction(torch.autograd.Function):
+    """RMSNorm without a backward, whose eps comes after an option with a default."""
+
+    @staticmethod
+    def forward(ctx, x, weight, one_pass=False, eps=1e-6):
+        ctx.mark_non_differentiable(result := F.rms_norm(x, weight.shape, weight, eps))
+        return result
+
+
+@pytest.mark.parametrize(
+    "name, function, called",
+    [
+        (
+            "rms_norm",
+            lambda x, weight, eps=1e-6: F.rms_norm(x, weight.shape, weight, eps),
+            "(x, weight, eps=1e-05)",
+        ),
+        ("rms_norm", NormFunction, "(x, weight, False, 1e-05)"),
+        (
+            "layer_norm",
+            lambda x, w, b, *, epsilon: F.layer_norm(x, w.shape, w, b, epsilon),
+            "(x, weight, bias, epsilon=1e-05)",
+        ),
+        ("softmax", lambda x, dim: x.softmax(dim), "(x, dim=-1)"),
+        ("gelu", lambda x, approximate="none": F.gelu(x, approximate=approximate), "=tanh)"),
+        (
+            "attention",
+            lambda q, k, v, causal, sm_scale: F.scaled_dot_product_attention(
+                q, k, v, is_causal=causal, scale=sm_scale
+            ),
+            "(q, k, v, causal=False, sm_scale=1/√D)",
+        ),
+    ],
+)
+def test_a_constant_is_given_to_a_parameter_of_its_name(name, function, called):
+    report = check_kernel(function, name, backward=False, count=0, device="cpu")
+    assert report.is_right and not report.refused, report
+    assert report.called.endswith(called)
+
+
+def test_a_wrong_verdict_says_what_the_operation_is():
+    """A kernel may be another form of the operation, with constants that it does not take."""
+    report = check_kernel(lambda x: F.gelu(x), "gelu", count=0, device="cpu")
+    assert not report.is_right and "expected: GeLU with the tanh approximation" in str(report)
+    report = check_kernel(lambda x: F.gelu(x, approximate="tanh"), "gelu", count=0, device="cpu")
+    assert report.is_right and "expected" not in str(report)
+
+
+def test_a_parameter_that_nothing_gives_is_named():
+    class Normed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, rows, eps):
+            return F.rms_norm(x, weight.shape, weight, eps)
+
+    report = check_kernel(Normed, "rms_norm", backward=False, count=0, device="cpu")
+    assert not report.right and all("'rows'" in error for error in report.refusals), report
 
 
 @pytest.fixture(autouse=True)
