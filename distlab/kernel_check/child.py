@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import IO, Any
 
 import torch
@@ -27,7 +27,7 @@ from distlab.kernel_check.report import Finding, Report, examine
 
 MOST_RESTARTS = 5  # times that a child is started again after it hung or died
 MOST_OUTPUT = 20 * 2**20  # bytes that a child may print
-START_S = 60.0  # seconds until the first result: imports, and compilation
+START_S = 60.0  # seconds until the first input begins (imports), or until its result (compilation)
 POLL_S = 0.2
 
 
@@ -97,8 +97,9 @@ def examined(
 
     Args:
         work: what to examine.
-        case_s: seconds for one input. A child that takes longer is ended, and another one goes on
-            with the next input.
+        case_s: seconds for one input, at least. A child that takes longer is ended, and another one
+            goes on with the next input. The first input of a child has `START_S`, unless
+            `work.seconds` is less.
         progress: function that is called with a line before each input.
 
     Returns:
@@ -109,11 +110,20 @@ def examined(
     """
     report = Report(work.operation)
     watched = _Watched(report, progress)
+    started = time.monotonic()
     with tempfile.TemporaryFile() as output:
         skipped = work.skipped
         for _ in range(MOST_RESTARTS + 1):
             report.leave(0)  # what the child before left, this one tries
-            ended = _run_child(work, skipped, watched, output, case_s)
+            # Without time left, a child tries nothing and says how many inputs are left.
+            seconds = max(work.seconds - (time.monotonic() - started), 0.0)
+            ended = _run_child(
+                replace(work, skipped=skipped, seconds=seconds),
+                watched,
+                output,
+                case_s,
+                first_s=max(case_s, min(START_S, work.seconds)),
+            )
             if watched.error:
                 raise ValueError(watched.error)
             if ended:
@@ -127,11 +137,14 @@ def examined(
 
 
 def _run_child(
-    work: Examination, skipped: int, watched: _Watched, output: IO[bytes], case_s: float
+    work: Examination,
+    watched: _Watched,
+    output: IO[bytes],
+    case_s: float,
+    first_s: float,
 ) -> bool:
     """Run one child. Return whether it came to its end, and need not be started again."""
     reader, writer = os.pipe()
-    settings = asdict(work) | {"skipped": skipped}
     environment = dict(os.environ)
     if work.device == "cpu":
         environment["TRITON_INTERPRET"] = "1"
@@ -142,7 +155,7 @@ def _run_child(
             *("-W", "ignore::RuntimeWarning"),  # Triton's interpreter raises them
             "-m",
             "distlab.kernel_check.child",
-            json.dumps(settings),
+            json.dumps(asdict(work)),
             str(writer),
         ],
         stdin=subprocess.DEVNULL,
@@ -155,18 +168,24 @@ def _run_child(
     # This process must not keep the pipe open: its end tells that the child is gone.
     os.close(writer)
     try:
-        return _listen(child, reader, watched, output, case_s)
+        return _listen(child, reader, watched, output, case_s, first_s)
     finally:
         _end(child)
         os.close(reader)
 
 
 def _listen(
-    child: subprocess.Popen, reader: int, watched: _Watched, output: IO[bytes], case_s: float
+    child: subprocess.Popen,
+    reader: int,
+    watched: _Watched,
+    output: IO[bytes],
+    case_s: float,
+    first_s: float,
 ) -> bool:
     """Take the messages of a child until it ends. Return whether it came to its end."""
     buffered = b""
-    limit_s = max(START_S, case_s)  # until the first result
+    limit_s = START_S  # until the first input begins
+    has_result = False
     deadline = time.monotonic() + limit_s
     while True:
         ready, _, _ = select.select([reader], [], [], POLL_S)
@@ -186,9 +205,10 @@ def _listen(
         for line in lines:
             message = json.loads(line)
             watched.hear(message)
-            # From the first result on, imports and compilation are behind.
-            if "outcome" in message:
-                limit_s = case_s
+            if "begin" in message:
+                limit_s = case_s if has_result else first_s
+            elif "outcome" in message:
+                has_result = True  # from here on, compilation is behind
             if "done" in message:
                 return True
             if "again" in message:

@@ -31,6 +31,11 @@ def hangs_exits_or_breaks_the_gpu(x, weight):
     return right(x, weight)
 
 
+def hangs(x, weight):
+    while True:
+        pass
+
+
 def crashes_or_prints(x, weight):
     """Crash at 3 rows, and print without end at 2 wide ones, which are among the last inputs."""
     if x.shape[0] == 3:

@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import subprocess
+import time
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -559,6 +560,14 @@ def test_a_kernel_that_hangs_or_ends_or_breaks_the_gpu_costs_its_input_alone(for
     }
     assert code == 1 and answer["right"] > 30 and answer["not_tried"] == 0
     assert all(finding["inputs"] == 1 for finding in answer["findings"])
+
+
+def test_a_kernel_that_always_hangs_ends_when_the_time_is_over(forks, capsys):
+    begin = time.monotonic()
+    code, answer = examined("hangs", capsys, "--case-seconds", "1", "--seconds", "1")
+    assert time.monotonic() - begin < child_module.START_S
+    assert found_by(answer) == {"N=2 D=64, fp32": ("does not end", "there is no result after 1 s")}
+    assert code == 1 and answer["right"] == 0 and answer["not_tried"] > 50
 
 
 def test_a_kernel_that_crashes_costs_its_input_alone_and_one_that_prints_is_ended(forks, capsys):
