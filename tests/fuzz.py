@@ -784,9 +784,9 @@ class OneProcess:
         self.trace.gradients.append(found)
 
     def clip(self) -> None:
+        # A parameter that was frozen while it had a gradient counts, as it does in a user's loop.
         for module in self.modules.values():
-            trainable = [p for p in module.parameters() if p.requires_grad]
-            torch.nn.utils.clip_grad_norm_(trainable, self.case.regime.clip)
+            torch.nn.utils.clip_grad_norm_(module.parameters(), self.case.regime.clip)
 
     def freeze(self) -> None:
         """The second parameter that is trainable, so that something is left to train."""

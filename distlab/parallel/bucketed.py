@@ -132,6 +132,9 @@ class BucketedDDP(DataParallel):
             bucket.work = None
             self.exchange.finish(bucket)
 
+    def _had_gradient(self, index: int) -> bool:
+        return self.exchange.had_gradient(self.trainable[index])
+
     def _end_step(self) -> None:
         self.exchange.end_step()
         super()._end_step()
@@ -263,6 +266,10 @@ class AllReduce:
 
     def finish(self, bucket: "GradientBucket") -> None:
         """Put the mean into the bucket, if it has arrived elsewhere."""
+
+    def had_gradient(self, parameter: nn.Parameter) -> bool:
+        """Return whether `.grad` was not None, and was taken away, when backward reached it."""
+        return False
 
     def end_step(self) -> None:
         """Note that all means have arrived."""

@@ -264,7 +264,16 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
             # A gradient that the user has exchanged for another one is not dropped.
             if now is gradient or (now is not None and index != reached):
                 return False
+            if index == reached and self._had_gradient(index):
+                return False
         return bool(self.step.ready)
+
+    def _had_gradient(self, index: int) -> bool:
+        """Return whether backward has replaced a gradient of `trainable[index]` that was there.
+
+        Usually it adds to the tensor in `.grad`, which then stays the same.
+        """
+        return False
 
     def _has_gradients(self) -> bool:
         """Return whether there is a `.grad`, of whatever origin."""

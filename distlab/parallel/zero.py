@@ -453,6 +453,8 @@ class ReduceScatterAndFree(ReduceScatter):
         self._stand_ins: dict[nn.Parameter, Tensor] = {}
         self._finished: dict[nn.Parameter, checks.State] = {}  # their states after finish
         self._kept: set[nn.Parameter] = set()  # parameters whose mean the next one is added to
+        # Parameters whose stand-in was there when the last backward reached them.
+        self._stood: set[nn.Parameter] = set()
         self._hooks = []
         for parameter in ddp.trainable:
             element = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
@@ -471,13 +473,19 @@ class ReduceScatterAndFree(ReduceScatter):
         gradient, stand_in = parameter.grad, self._stand_ins[parameter]
         if gradient is None:
             self._kept.discard(parameter)
+            self._stood.discard(parameter)
         elif gradient is stand_in:
             parameter.grad = None
+            self._stood.add(parameter)
             if checks.state_of(stand_in) == self._finished.get(parameter):
                 self._kept.add(parameter)
             else:  # by zero_grad(set_to_none=False)
                 self._kept.discard(parameter)
                 stand_in.fill_(torch.nan)
+
+    def had_gradient(self, parameter: nn.Parameter) -> bool:
+        """See `AllReduce.had_gradient`."""
+        return parameter in self._stood
 
     def start(self, ddp: BucketedDDP, bucket: GradientBucket) -> Work:
         """See `AllReduce.start`."""
@@ -523,6 +531,7 @@ class ReduceScatterAndFree(ReduceScatter):
         """See `AllReduce.end_step`."""
         self._last_sent = None
         self._kept.clear()
+        self._stood.clear()
         for parameter, stand_in in self._stand_ins.items():
             self._finished[parameter] = checks.state_of(stand_in)
 

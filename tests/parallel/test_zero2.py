@@ -276,3 +276,29 @@ def test_each_micro_batch_sends_its_gradients_and_the_step_gathers_once(context)
         optimizer.step()
     # A reduce-scatter and the used flags of each micro-batch, and the all-gather.
     assert recorder.count == 3 * 2 + 1
+
+
+@on_two_ranks
+def test_a_second_backward_is_no_skipped_step(context):
+    """Also where the stand-in of the only parameter was taken away when backward reached it."""
+
+    def one_parameter():
+        wrapper = BucketedDDP(nn.Linear(4, 4, bias=False), process_group=context.group)
+        return wrapper, ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.1, shard_gradients=True)
+
+    inputs = [drawn(number + 2 * context.rank, 2, 4) for number in range(2)]
+    wrapper, _ = one_parameter()
+    wrapper(inputs[0]).sum().backward()
+    with pytest.raises(RuntimeError, match="became ready twice"):
+        wrapper(inputs[1]).sum().backward()
+
+    wrapper, optimizer = one_parameter()
+    wrapper(inputs[0]).sum().backward()
+    optimizer.zero_grad()  # skips the step
+    wrapper(inputs[1]).sum().backward()
+    wrapper.finish_gradient_synchronization()
+    skipped = [gradient.clone() for gradient in wrapper.gradients().every()]
+    wrapper, _ = one_parameter()
+    wrapper(inputs[1]).sum().backward()
+    wrapper.finish_gradient_synchronization()
+    assert all(map(torch.equal, skipped, wrapper.gradients().every()))
