@@ -97,9 +97,9 @@ def examined(
 
     Args:
         work: what to examine.
-        case_s: seconds for one input, at least. A child that takes longer is ended, and another one
-            goes on with the next input. The first input of a child has `START_S`, unless
-            `work.seconds` is less.
+        case_s: seconds for one input. A child that takes longer is ended, and another one goes on
+            with the next input. The first input of a child, which may compile, has more: `START_S`,
+            or `work.seconds` if that is less.
         progress: function that is called with a line before each input.
 
     Returns:
