@@ -9,8 +9,9 @@ The names of such parameters differ from project to project, see `NAMES`.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from inspect import Parameter
 from typing import Any
 
@@ -48,13 +49,22 @@ class Call:
 
     def __call__(self, *tensors: Tensor) -> Any:
         """Call the kernel."""
+        return self.for_sizes(tensors)(*tensors)
+
+    def for_sizes(self, tensors: Sequence[Tensor]) -> Function:
+        """Return the same call for tensors of these sizes, which can be timed.
+
+        It adds a dict of arguments at most. Without further arguments it is the kernel itself.
+        """
 
         def value_of(given: Any) -> Any:
             return given.value(tensors) if isinstance(given, OfTensors) else given
 
         more = [value_of(given) for given in self.by_position]
         named = {name: value_of(given) for name, given in self.by_name}
-        return self.function(*tensors, *more, **named)
+        if more:
+            return lambda *tensors: self.function(*tensors, *more, **named)
+        return partial(self.function, **named) if named else self.function
 
     def form(self, operation: Operation) -> str:
         """Return the arguments in words, for example `(q, k, v, is_causal=True)`."""

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distlab.kernel_check.calls import Call
 from kernels import reference  # plain torch
 from kernels.cost import Cost
 
@@ -136,6 +137,10 @@ class Case:
         """The operation at this size. Made once, because an optimizer keeps its state in it."""
         operation = self.make(self.shape, getattr(torch, self.dtype))
         yours = self.yours
+        if isinstance(yours, Call):
+            # The user's function itself is timed, and not what finds its arguments.
+            dtype = getattr(torch, self.dtype)
+            yours = yours.for_sizes([each.draw(dtype, "meta", None) for each in operation.inputs])
         if yours is not None and operation.adapt_yours is not None:
             yours = operation.adapt_yours(yours)
         # A copy is returned, because rows with and without a user's kernel share the operation.

@@ -89,6 +89,18 @@ def case_named(name):
     return next(c for c in rows.cases() if c.name == name)
 
 
+def test_of_a_users_kernel_nothing_else_is_timed(monkeypatch):
+    """Python that finds its arguments would take longer than the launch of a small kernel."""
+
+    def kernel(x, weight):
+        return x
+
+    monkeypatch.setattr(roofline, "factory_of", lambda *names: kernel)
+    yours = roofline.kernel_of("my:kernel", "rms_norm")
+    case = dataclasses.replace(case_named("rms_norm"), yours=yours)
+    assert case.operation.yours is kernel
+
+
 def test_traffic_of_the_naive_forms():
     case = case_named("add_gelu")
     # x + y in bf16, GeLU in fp32: to float, products, tanh, and back; all of it at least three

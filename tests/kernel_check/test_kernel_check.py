@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from distlab.kernel_check import OPERATIONS, check_kernel
+from distlab.kernel_check.calls import call_of
 from distlab.kernel_check.judge import BREAKS_GPU
 from distlab.testing import PRELOADED
 from kernels import cross_entropy, layernorm, rmsnorm, rope, softmax, swiglu
@@ -458,6 +459,30 @@ def test_a_constant_is_given_to_a_parameter_of_its_name(name, function, called):
     report = check_kernel(function, name, backward=False, count=0, device="cpu")
     assert report.is_right and not report.refused, report
     assert report.called.endswith(called)
+
+
+def test_what_is_timed_is_the_kernel_itself():
+    """Python that finds its arguments would take longer than the launch of a small kernel."""
+    norm, queries = OPERATIONS["rms_norm"], torch.empty(1, 2, 8, 64)
+
+    def plain(x, weight):
+        return x
+
+    def given(*tensors, **named):
+        return named
+
+    def with_eps(x, weight, eps=1e-6):
+        return given(eps=eps)
+
+    def scaled(q, k, v, causal, sm_scale):
+        return given(causal=causal, sm_scale=sm_scale)
+
+    x = torch.empty(2, 64)
+    assert call_of(plain, norm).for_sizes([x]) is plain
+    with_its_eps = call_of(with_eps, norm).for_sizes([x])
+    assert with_its_eps.func is with_eps and with_its_eps(x, x) == {"eps": 1e-5}
+    of_queries = call_of(scaled, OPERATIONS["causal_attention"]).for_sizes([queries])
+    assert of_queries(queries, queries, queries) == {"causal": True, "sm_scale": 0.125}
 
 
 def test_a_wrong_verdict_says_what_the_operation_is():
