@@ -27,14 +27,15 @@ from .options import Problem
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 SERVED = (
     "16 bits, head dims 64, 80, 96, 128, 192 and 256, without window, documents or softcap, "
-    "from 16,384 rows on "
-    "(the forward at 64 from 65,536; a deterministic backward only above 128)"
+    "the forward from 12,288 rows on and the backward from 4,800 "
+    "(above 128 both from 4,096; a deterministic backward only above 128)"
 )
-# Least number of rows of all heads together. 2¹⁴ rows are one program of 128 rows for nearly each
-# of 132 multiprocessors, and fewer leave the GPU idle. The forward at 64 has programs of 256 rows,
-# and is slower than Triton's while each multiprocessor gets only one of them.
-LEAST_ROWS = 2**14
-LEAST_ROWS_64 = 2**16
+# Least number of rows of all query heads together: of queries in the forward, of keys in the
+# backward. With fewer rows, Triton's kernels are faster: their tiles are smaller, so they use more
+# of the multiprocessors. Found on an H200, see docs/notes/flash_attention.md. Above head dim 128,
+# fewer rows than these were not measured.
+LEAST_ROWS = {"forward": 12_288, "backward": 4_800}
+LEAST_ROWS_WIDE = 4_096
 DTYPES = (torch.float16, torch.bfloat16)
 KEYS = 128  # keys of a program of the one-pass backward
 
@@ -55,10 +56,14 @@ class ForwardShape(NamedTuple):
 
 # By the columns of a tile.
 FORWARD = {
-    64: ForwardShape(consumers=4, keys=64, stages=3),
+    64: ForwardShape(consumers=2, keys=128, stages=2),
     128: ForwardShape(consumers=2, keys=128, stages=2),
     256: ForwardShape(consumers=2, keys=64, stages=2),
 }
+# At 64 columns, four consumers are faster from this many rows on. With fewer, programs of 256
+# queries are too few to keep the multiprocessors equally busy.
+FOUR_CONSUMERS = ForwardShape(consumers=4, keys=64, stages=3)
+FOUR_CONSUMERS_ROWS = 2**16
 LOG2_E = 1.4426950408889634
 # Order of the forward's tiles, see `_order`. Starting with the longest tiles of all heads gives the
 # most even end. It is best if the L2 holds all keys and values, or if there are so few heads that
@@ -79,6 +84,9 @@ BACKWARD_BYTES = 2**23
 # L2 does not hold what they share. With several programs for one key head, each writes a part of dK
 # and dV in the dtype of k, and the parts are summed.
 EACH = (4, 3, 2, 1)
+# Least number of programs per multiprocessor for which a program walks over more than one query
+# head. Programs see different numbers of queries, so one for each would end at different times.
+LEAST_PROGRAMS = 1.5
 
 
 @functools.cache
@@ -120,9 +128,11 @@ def serves(
     # be finite.
     if problem.scale >= 2**63:
         return False
-    least = LEAST_ROWS_64 if direction == "forward" and q.shape[-1] == 64 else LEAST_ROWS
-    owned = q if direction == "forward" else k  # the programs share its rows
-    if owned.shape[0] * owned.shape[1] * owned.shape[2] < least:
+    # The programs share the rows of queries in the forward, and of keys in the backward. A key head
+    # counts once for each query head, because each can have its own programs.
+    length = q.shape[2] if direction == "forward" else k.shape[2]
+    least = LEAST_ROWS_WIDE if q.shape[-1] > 128 else LEAST_ROWS[direction]
+    if q.shape[0] * q.shape[1] * length < least:
         return False
     # Coordinates are int32: rows of Δ, of which there are more than of anything else, and positions
     # past the last query and key.
@@ -264,6 +274,14 @@ def _last_visible(k: Tensor, problem: Problem) -> int:
     return k.shape[2] if problem.band[1] is None else problem.hi
 
 
+def forward_shape(q: Tensor) -> ForwardShape:
+    """Return the shape of the forward's programs for queries (B, H, Tq, D)."""
+    columns = configs.block_d(q.shape[3])
+    if columns == 64 and q.shape[0] * q.shape[1] * q.shape[2] >= FOUR_CONSUMERS_ROWS:
+        return FOUR_CONSUMERS
+    return FORWARD[columns]
+
+
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, problem: Problem
 ) -> None:
@@ -276,9 +294,9 @@ def launch_forward(
     """
     from .hopper_forward import hopper_forward_kernel
 
-    batch, heads, query_count, head_dim = q.shape
+    batch, heads, query_count, _ = q.shape
     key_count = k.shape[2]
-    shape = FORWARD[configs.block_d(head_dim)]
+    shape = forward_shape(q)
     hi = _last_visible(k, problem)
     programs, group = _order(q, k, hi, 64 * shape.consumers, shape.keys)
     _dispatch.launch(
@@ -302,6 +320,23 @@ def launch_forward(
         CUT=forward_cut(key_count, hi, shape.keys),
         num_warps=4,
     )
+
+
+def _query_heads(kv_group: int, key_tiles: int, device: torch.device) -> int:
+    """Return the number of query heads that one program of the backward walks over.
+
+    It is the first of EACH that leaves enough programs, otherwise 1.
+
+    Args:
+        kv_group: number of query heads that read a key head.
+        key_tiles: number of key tiles of all key heads.
+        device: CUDA device of the call.
+    """
+    least = LEAST_PROGRAMS * multiprocessors(device)
+    for each in EACH:
+        if kv_group % each == 0 and key_tiles * (kv_group // each) >= least:
+            return each
+    return 1
 
 
 def _group(q: Tensor) -> int:
@@ -351,7 +386,9 @@ def launch_backward(
 
     # Query heads that one program walks over. If these are not all that read its key head, several
     # programs have the same keys, and each writes its own part of dK and dV.
-    each = next(count for count in EACH if kv_group % count == 0)
+    keys = KEYS if one_pass else 64  # keys of a program
+    key_tiles = batch * key_heads * cdiv(key_count, keys)
+    each = _query_heads(kv_group, key_tiles, q.device)
     if each == kv_group:
         dk_parts = dk
         dv_parts = dv
@@ -385,7 +422,7 @@ def launch_backward(
     if one_pass:
         _dispatch.launch(
             hopper_backward_kernel,
-            (batch * heads // each * cdiv(key_count, KEYS),),
+            (key_tiles * (kv_group // each),),
             *rows,
             *stats,
             _descriptor(dq_sum, 16),
@@ -418,7 +455,7 @@ def launch_backward(
     else:
         _dispatch.launch(
             hopper_dkdv_kernel,
-            (batch * heads // each * cdiv(key_count, 64),),
+            (key_tiles * (kv_group // each),),
             *rows,
             *stats,
             *results,

@@ -120,6 +120,12 @@ for dtype, length, heads, hi in (
     hopper.launch_forward(q, k, k, q, lse, problem)
     hopper.launch_backward(q, k, k, q, lse, q, q, k, k, problem)
 """
+# Enough rows for the forward with four consumers.
+HOPPER_LONG = """
+q, lse = e(2, 4, 8192, 64), e(2, 4, 8192, dtype=F)
+for hi in (0, 5, None):
+    hopper.launch_forward(q, q, q, q, lse, Problem((None, hi), 0.125))
+"""
 SOFTMAX = "softmax.launch_forward(e(N, 32768), e(N, 32768))"
 ATTENTION = (
     "attention(configs.Choice(*[configs.CANDIDATES[16][-1]] * 3), 30.0, None)  # forward, backward"
@@ -135,6 +141,7 @@ UNITS = {f"{name} 90": name for name in MODULES if name != "flash_attention"} | 
     "wide_softmax 86": SOFTMAX,
     "norms 86": NORMS,
     **{f"hopper_{head_dim} 90": HOPPER.format(head_dim) for head_dim in (64, 80, 128, 256)},
+    "hopper_long 90": HOPPER_LONG,
 }
 
 

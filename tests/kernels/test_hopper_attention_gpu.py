@@ -33,8 +33,8 @@ def everything(monkeypatch):
     """The Hopper kernels take all that they can, however short."""
     if not torch.cuda.is_available() or configs.generation(torch.cuda.current_device()) != "sm_90":
         pytest.skip("needs a GPU of compute capability 9.0")
-    monkeypatch.setattr(hopper, "LEAST_ROWS", 0)
-    monkeypatch.setattr(hopper, "LEAST_ROWS_64", 0)
+    monkeypatch.setattr(hopper, "LEAST_ROWS", {"forward": 0, "backward": 0})
+    monkeypatch.setattr(hopper, "LEAST_ROWS_WIDE", 0)
     _dispatch.forget()
     yield
     _dispatch.forget()
@@ -69,6 +69,7 @@ def test_random_shapes(monkeypatch, head_dim, dtype):
     monkeypatch.setattr(hopper, "multiprocessors", lambda device: draw.choice([3, 132]))
     for seed in range(25 if dtype == torch.bfloat16 else 8):  # what differs is the type
         monkeypatch.setattr(hopper, "L2_BYTES", draw.choice([0, 0, 2**26]))
+        monkeypatch.setattr(hopper, "FOUR_CONSUMERS_ROWS", draw.choice([0, 2**40]))
         kv_heads = draw.choice([1, 2])
         sizes = (
             draw.choice([1, 2]),
@@ -109,12 +110,15 @@ def test_key_lengths(key_count, head_dim):
 
 @pytest.mark.parametrize("alignment", ["top-left", "bottom-right"])
 @pytest.mark.parametrize("queries, keys", [(384, 640), (640, 384), (256, 256)])
-@every_head_dim
-def test_whole_tiles(head_dim, queries, keys, alignment):
+@pytest.mark.parametrize(
+    "head_dim, four_consumers", [*((head_dim, False) for head_dim in HEAD_DIMS), (64, True)]
+)
+def test_whole_tiles(monkeypatch, head_dim, four_consumers, queries, keys, alignment):
     """Where the mask is left out of all tiles but a program's first, or of all.
 
     And keys that no query sees.
     """
+    monkeypatch.setattr(hopper, "FOUR_CONSUMERS_ROWS", 0 if four_consumers else 2**40)
     for causal in (False, True):
         check_beside_eager(
             inputs(1, 2, 2, queries, keys, head_dim, torch.bfloat16),
