@@ -85,8 +85,10 @@ BACKWARD_BYTES = 2**23
 # and dV in the dtype of k, and the parts are summed.
 EACH = (4, 3, 2, 1)
 # Least number of programs per multiprocessor for which a program walks over more than one query
-# head. Programs see different numbers of queries, so one for each would end at different times.
-LEAST_PROGRAMS = 1.5
+# head. With a mask, programs see different numbers of queries, and end at different times. 128
+# programs for 132 multiprocessors are too few then, and 192 are enough.
+LEAST_PROGRAMS = 1.25
+LEAST_PROGRAMS_FULL = 0.9
 
 
 @functools.cache
@@ -322,7 +324,7 @@ def launch_forward(
     )
 
 
-def _query_heads(kv_group: int, key_tiles: int, device: torch.device) -> int:
+def _query_heads(kv_group: int, key_tiles: int, full: bool, device: torch.device) -> int:
     """Return the number of query heads that one program of the backward walks over.
 
     It is the first of EACH that leaves enough programs, otherwise 1.
@@ -330,9 +332,10 @@ def _query_heads(kv_group: int, key_tiles: int, device: torch.device) -> int:
     Args:
         kv_group: number of query heads that read a key head.
         key_tiles: number of key tiles of all key heads.
+        full: whether all queries see all keys.
         device: CUDA device of the call.
     """
-    least = LEAST_PROGRAMS * multiprocessors(device)
+    least = multiprocessors(device) * (LEAST_PROGRAMS_FULL if full else LEAST_PROGRAMS)
     for each in EACH:
         if kv_group % each == 0 and key_tiles * (kv_group // each) >= least:
             return each
@@ -386,9 +389,10 @@ def launch_backward(
 
     # Query heads that one program walks over. If these are not all that read its key head, several
     # programs have the same keys, and each writes its own part of dK and dV.
+    hi = _last_visible(k, problem)
     keys = KEYS if one_pass else 64  # keys of a program
     key_tiles = batch * key_heads * cdiv(key_count, keys)
-    each = _query_heads(kv_group, key_tiles, q.device)
+    each = _query_heads(kv_group, key_tiles, hi + 1 >= key_count, q.device)
     if each == kv_group:
         dk_parts = dk
         dv_parts = dv
@@ -415,7 +419,6 @@ def launch_backward(
     stats = [_descriptor(saved.lse2, queries), _descriptor(saved.delta, queries)]
     results = [_descriptor(dk_parts, 64), _descriptor(dv_parts, 64)]
     padded_count = saved.lse2.shape[2]
-    hi = _last_visible(k, problem)
     group = _group(q)
     scale_log2 = problem.scale * LOG2_E
     numbers = [query_count, key_count, padded_count, hi, group, problem.scale, scale_log2]

@@ -35,15 +35,16 @@ whether each tile has its own program.
 
 Number of consumers. D = 64 has half as many multiplications as D = 128 for the same number of
 exponentials, so two consumers leave the tensor cores idle more than half of the time. Four with
-tiles of 64 keys fit the registers, and twice as many queries share what is loaded. A consumer
-passes over tiles after the last key that its own queries see.
+tiles of 64 keys fit the registers, and twice as many queries share what is loaded. But a program
+then owns 256 queries, so calls with few rows have two. A consumer passes over tiles after the last
+key that its own queries see.
 
 Registers per thread of a consumer (128 threads): O takes 64·D/128 = D/2, S takes KEYS/2 and P takes
-KEYS/4, two elements to a register. That is 160 of 240 at D = 128, 176 of 240 at D = 256 and 80 of
-112 at D = 64. `setmaxnreg` leaves 24 to the producer.
+KEYS/4, two elements to a register. Of 240 that is 160 at D = 128, 176 at D = 256 and 128 at D = 64.
+With four consumers it is 80 of 112. `setmaxnreg` leaves 24 to the producer.
 Shared memory, in bytes: O 2·64·D·CONSUMERS, Q twice that, K and V 2·KEYS·D·STAGES each. That is 224
-KiB at D = 128 and 144 KiB at D = 64. At D = 256 tiles have 64 keys, and O takes the place of the
-only Q: 192 KiB.
+KiB at D = 128 and 112 KiB at D = 64, or 144 KiB with four consumers. At D = 256 tiles have 64 keys,
+and O takes the place of the only Q: 192 KiB.
 
 CUT says which tiles the mask can cut: 0 none, 1 only the first of a consumer, 2 any. The others
 have no code for it.

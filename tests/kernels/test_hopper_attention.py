@@ -170,22 +170,23 @@ def test_heads_of_the_backward_are_grouped_by_what_the_l2_holds():
 
 
 @pytest.mark.parametrize(
-    "kv_group, key_tiles, each",
+    "kv_group, key_tiles, causal, full",
     [
-        (4, 200, 4),
-        (4, 128, 2),  # 128 programs are fewer than 1.5 for each of 132 multiprocessors
-        (4, 64, 1),
-        (8, 64, 2),
-        (6, 66, 2),
-        (1, 1, 1),
-        (32, 1, 1),  # none is enough: as many as there can be
+        (4, 192, 4, 4),
+        (4, 128, 2, 4),  # 128 programs for 132 multiprocessors
+        (4, 64, 1, 2),
+        (8, 64, 2, 4),
+        (6, 66, 2, 3),
+        (1, 1, 1, 1),
+        (32, 1, 1, 1),  # none is enough: as many as there can be
     ],
 )
 def test_programs_walk_over_fewer_query_heads_if_they_would_be_too_few(
-    monkeypatch, kv_group, key_tiles, each
+    monkeypatch, kv_group, key_tiles, causal, full
 ):
     monkeypatch.setattr(hopper, "multiprocessors", lambda device: 132)
-    assert hopper._query_heads(kv_group, key_tiles, torch.device("cuda")) == each
+    for is_full, each in ((False, causal), (True, full)):
+        assert hopper._query_heads(kv_group, key_tiles, is_full, torch.device("cuda")) == each
 
 
 def test_long_forwards_of_64_have_four_consumers():
