@@ -148,6 +148,18 @@ def mlp():
     return classified(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 5)))
 
 
+def compiled():
+    module, *rest = mlp()
+    return torch.compile(module, backend="eager"), *rest
+
+
+def compiled_layers():
+    module, *rest = with_statistics()
+    for number in (0, 1):
+        module[number] = torch.compile(module[number], backend="eager")
+    return module, *rest
+
+
 def with_statistics():
     return classified(
         nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 5))
@@ -678,6 +690,10 @@ RIGHT = [  # model, wrapper or strategy
     ("tokens", "fsdp"),
     ("mlp", "torch-ddp-tuned"),
     ("mlp", "fsdp2-of-ours"),
+    ("compiled", "ddp"),
+    ("compiled", "zero1"),
+    ("compiled_layers", "bucketed"),
+    ("compiled_layers", "fsdp2-of-ours"),
 ]
 WRONG = {  # wrapper → model, signature, tensors that have it
     "in_bf16": ("mlp", signatures.ROUNDED, None),

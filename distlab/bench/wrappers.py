@@ -167,9 +167,9 @@ def trained_by(name: str, micro_batches: int) -> Strategy:
 
     def wrap_whole(module: nn.Module, how: Wrapping) -> ParallelModel:
         # As in `UserWrapper`: the shapes that checkpoints expect.
-        before = {key: parameter.shape for key, parameter in module.named_parameters()}
+        before = {plain_name(key): each.shape for key, each in module.named_parameters()}
         model = strategy.wrap(module, how)
-        after = dict(module.named_parameters())
+        after = {plain_name(key): each for key, each in module.named_parameters()}
         for key, shape in before.items():
             is_cut = key not in after or hasattr(after[key], "full_tensor")
             if is_cut or after[key].shape != shape:

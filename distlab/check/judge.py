@@ -61,7 +61,7 @@ from distlab.check.signatures import (
     WEIGHED,
     WITH_PARTS,
 )
-from distlab.check.tensors import SLACK, Tensors, per_element, wide
+from distlab.check.tensors import SLACK, Tensors, parameters_of, per_element, wide
 from distlab.check.training import Trained
 from distlab.check.verdict import NORM, Finding
 from distlab.check.weights import IGNORED, TARGETS_ALIKE
@@ -163,7 +163,7 @@ class Judge:
 
     def together(self, findings: Sequence[Finding]) -> tuple[str, ...]:
         """Return sentences about ranges of a flat buffer in which several tensors are wrong."""
-        named = dict(self.copy.module.named_parameters())
+        named = parameters_of(self.copy.module)
         sentences = []
         for signature in dict.fromkeys(each.signature for each in findings):
             parts = {each.tensor: each.part for each in findings if each.signature == signature}

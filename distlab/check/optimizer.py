@@ -20,7 +20,7 @@ from distlab.bench.wrappers import UserWrapper, whole_tensor
 from distlab.check.expected import Right
 from distlab.check.jobs import Jobs
 from distlab.check.messages import exchange
-from distlab.check.tensors import SLACK, Tensors, plain, wide
+from distlab.check.tensors import SLACK, Tensors, parameters_of, plain, wide
 from distlab.comm import RankContext
 from distlab.parallel import ParallelModel, stepped
 from distlab.parallel.shard import Shard
@@ -154,7 +154,8 @@ def step_alone(
     """
     # The CPU is enough for two steps of an optimizer, and has fp64 at full speed.
     module = jobs.task.build(jobs.seed, torch.device("cpu"))
-    dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
+    named = parameters_of(module)
+    dtypes = {name: parameter.dtype for name, parameter in named.items()}
     if exact:
         module.double()
     cls = jobs.optimizer
@@ -166,7 +167,7 @@ def step_alone(
         optimizer = cls(params, lr=jobs.task.lr)
         for start, of_step in zip(starts, gradients, strict=True):
             before = {}
-            for name, parameter in module.named_parameters():
+            for name, parameter in named.items():
                 parameter.copy_(start[name])
                 before[name] = wide(parameter).clone()
                 parameter.grad = None
@@ -181,7 +182,7 @@ def step_alone(
             optimizer.step()
             now: States = {}
             after = {}
-            for name, parameter in module.named_parameters():
+            for name, parameter in named.items():
                 after[name] = wide(parameter) - before[name]
                 now[name] = {}
                 for kind, value in optimizer.state.get(parameter, {}).items():

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from distlab.bench.task import Task
 from distlab.check.messages import exchange
-from distlab.check.tensors import Tensors, copies, load, per_element, wide
+from distlab.check.tensors import (
+    Tensors,
+    buffers_of,
+    copies,
+    load,
+    parameters_of,
+    per_element,
+    wide,
+)
 from distlab.check.weights import Weights, seen_in, weights_of
 from distlab.check.where import Calls, Trace
 from distlab.comm import RankContext
@@ -68,10 +76,8 @@ def _refuse_unrepeatable(task: Task, batch: Any, seed: int, device: torch.device
     """
     fresh = mean_loss(task.loss_fn(task.build(seed, device), batch)).item()
     module = task.build(seed, device)
-    before = {
-        name: tensor.detach().clone()
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-    }
+    together = parameters_of(module) | buffers_of(module)
+    before = {name: tensor.detach().clone() for name, tensor in together.items()}
     first, gradients = _loss_and_gradients(task, module, batch)
     # Both calls were the first of their module, so a count that the module keeps was the same.
     if abs(fresh - first) > SAME_LOSS * abs(fresh):
@@ -250,7 +256,8 @@ class Copy:
     ):
         self.task, self.where = task, where
         self.module = task.build(seed, device)
-        for name, parameter in self.module.named_parameters():
+        named = parameters_of(self.module)
+        for name, parameter in named.items():
             if name not in initial:
                 raise ValueError(
                     f"the module has no parameter {name} under the wrapper: parameters are "
@@ -262,7 +269,6 @@ class Copy:
                     f"{tuple(parameter.shape)}: give what the wrapper returns a method "
                     "gather(name, local) that returns the whole of this rank's part"
                 )
-        named = dict(self.module.named_parameters())
         # A parameter without elements has no gradient to compare.
         self.trainable = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
         self.frozen = [name for name in named if name not in self.trainable]
@@ -380,7 +386,7 @@ class Copy:
         loss is its mean divided by the micro-batches, and the count None. Or they are (sum, count),
         as its loss function returns them.
         """
-        buffers = {name for name, _ in self.module.named_buffers()}
+        buffers = set(buffers_of(self.module))
         self._load_parameters(parameters, buffers, moved)
         self.load({name: value for name, value in before.items() if name in buffers})
         gradients, states, losses, counts = [], [], [], []

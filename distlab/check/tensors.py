@@ -20,14 +20,24 @@ def plain(name: str) -> str:
 
 def copies(parameters: Tensors, module: nn.Module | None = None) -> Tensors:
     """Return copies on the CPU of parameters, and of the buffers of a module."""
-    together = parameters if module is None else parameters | dict(module.named_buffers())
+    together = parameters if module is None else parameters | buffers_of(module)
     return {plain(name): tensor.detach().cpu().clone() for name, tensor in together.items()}
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by their names in the bare module, a tied one by its first name."""
+    return {plain(name): parameter for name, parameter in module.named_parameters()}
+
+
+def buffers_of(module: nn.Module) -> Tensors:
+    """Return the buffers by their names in the bare module."""
+    return {plain(name): buffer for name, buffer in module.named_buffers()}
 
 
 @torch.no_grad()
 def load(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Set the parameters and buffers of a module that are given by name."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+    for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
         if name in values:
             tensor.data.copy_(values[name])
 

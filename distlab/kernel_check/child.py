@@ -21,7 +21,7 @@ import torch
 
 from distlab.bench.task import factory_of
 from distlab.kernel_check.hostile import Case
-from distlab.kernel_check.judge import Outcome, works
+from distlab.kernel_check.judge import Outcome, has_compiled, works
 from distlab.kernel_check.operations import operation_of
 from distlab.kernel_check.report import Finding, Report, examine
 
@@ -98,8 +98,8 @@ def examined(
     Args:
         work: what to examine.
         case_s: seconds for one input. A child that takes longer is ended, and another one goes on
-            with the next input. The first input of a child, which may compile, has more: `START_S`,
-            or `work.seconds` if that is less.
+            with the next input. An input that may compile, the first of a child or any input of a
+            kernel under `torch.compile`, has more: `START_S`, or `work.seconds` if that is less.
         progress: function that is called with a line before each input.
 
     Returns:
@@ -206,9 +206,11 @@ def _listen(
             message = json.loads(line)
             watched.hear(message)
             if "begin" in message:
-                limit_s = case_s if has_result else first_s
+                # After the first result Triton's compilation is behind. Dynamo compiles anew for
+                # other kinds of inputs.
+                limit_s = case_s if has_result and not message["compiles"] else first_s
             elif "outcome" in message:
-                has_result = True  # from here on, compilation is behind
+                has_result = True
             if "done" in message:
                 return True
             if "again" in message:
@@ -247,7 +249,7 @@ def main(settings: str, descriptor: str) -> None:
         pipe.flush()
 
     def begin(number: int, case: Case) -> None:
-        tell({"begin": number, "case": str(case)})
+        tell({"begin": number, "case": str(case), "compiles": has_compiled()})
 
     def end(outcome: Outcome) -> None:
         counts = asdict(outcome)

@@ -5,7 +5,9 @@ dtype. The kernel runs twice. The first time its allocations are guarded and ful
 (`guards.py`), which shows writes outside of them and elements that it never writes.
 """
 
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +44,7 @@ OF_CANCELLED = 4
 
 # What is wrong after an illegal or misaligned access on a GPU. The process can compute no more.
 BREAKS_GPU = "breaks the GPU's context"
+MOST_GRAPHS = 2**16  # graphs that Dynamo may compile of one function; there are fewer inputs
 
 
 @dataclass(frozen=True)
@@ -222,14 +225,16 @@ def run(call: Function, operation: Operation, case: Case, tensors: Sequence[Tens
     for argument, tensor in zip(operation.arguments, tensors, strict=True):
         wants_gradient = case.upstream is not None and argument.has_gradient
         leaves.append(tensor.detach().requires_grad_(wants_gradient))
-    with torch.set_grad_enabled(case.upstream is not None):
+    with every_input_compiled(), torch.set_grad_enabled(case.upstream is not None):
         results = as_tuple(call(*leaves))
     gradients = {}
     with_graph = [result for result in results if result.requires_grad]
     if case.upstream is not None and with_graph:
         upstream = [upstream_of(result, case) for result in with_graph]
         upstream_before = [_bits_around(gradient).clone() for gradient in upstream]
-        torch.autograd.backward(with_graph, upstream)
+        # In this thread, because Dynamo's limit holds for a thread. A backward may be compiled too.
+        with every_input_compiled(), torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.backward(with_graph, upstream)
         for argument, leaf in zip(operation.arguments, leaves, strict=True):
             if argument.has_gradient:
                 gradients[argument.name] = leaf.grad
@@ -244,6 +249,25 @@ def run(call: Function, operation: Operation, case: Case, tensors: Sequence[Tens
         if not torch.equal(_bits_around(tensor), bits):
             raise Wrong("changes an input", f"{argument.name}, or memory next to it, was changed")
     return Run(tuple(result.detach() for result in results), gradients)
+
+
+def every_input_compiled() -> AbstractContextManager[Any]:
+    """Let Dynamo compile a function for every kind of input inside a `with` block.
+
+    After eight graphs of a function it would run the function eager, and the examination would
+    judge other code than the user's. With `fullgraph=True` it would refuse these inputs.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:  # nothing was compiled, and the import takes a second
+        return nullcontext()
+    limits = {"recompile_limit": MOST_GRAPHS, "accumulated_recompile_limit": MOST_GRAPHS}
+    return dynamo.config.patch(limits)
+
+
+def has_compiled() -> bool:
+    """Return whether Dynamo has compiled anything in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and utils.counters["stats"]["unique_graphs"] > 0
 
 
 def as_tuple(results: Any) -> tuple[Tensor, ...]:

@@ -21,6 +21,7 @@ from distlab.kernel_check.judge import (
     Outcome,
     Run,
     as_tuple,
+    every_input_compiled,
     guarded_outcome,
     upstream_of,
 )
@@ -201,7 +202,8 @@ def _run(
     for argument, tensor in _named(operation, tensors):
         wants_gradient = case.upstream is not None and argument.has_gradient
         leaves.append(tensor.detach().requires_grad_(wants_gradient))
-    results = as_tuple(call(*leaves))
+    with every_input_compiled():
+        results = as_tuple(call(*leaves))
     rows = []
     with_graph = []
     upstream = []
@@ -216,7 +218,8 @@ def _run(
             upstream.append(_spread(upstream_of(mine, case), result, parts))
     gradients = {}
     if with_graph:
-        torch.autograd.backward(with_graph, upstream)
+        with every_input_compiled(), torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.backward(with_graph, upstream)
         for argument, leaf in _named(operation, leaves):
             if not argument.has_gradient:
                 continue

@@ -89,16 +89,17 @@ def initialize_in_turn(
             parameters in one operator, or leaves one untouched.
     """
     mode = _InTurn(stand_ins)
-    with _compiled_code_runs_eager(), mode:
+    with compiled_code_runs_eager(), mode:
         init_fn(module)
     mode.finish()
 
 
-def _compiled_code_runs_eager() -> AbstractContextManager[Any]:
+def compiled_code_runs_eager() -> AbstractContextManager[Any]:
     """Run compiled functions eagerly inside a `with` block.
 
-    The dispatch mode must see every operator. Under a dispatch mode, Dynamo would also run compiled
-    code eagerly, but it would keep doing so for the rest of the process.
+    A dispatch mode must see every operator. Under a dispatch mode, Dynamo would also run compiled
+    code eagerly, but it would keep doing so for the rest of the process. On fake tensors, compiled
+    code would read memory that they do not have.
     """
     if "torch._dynamo" not in sys.modules:  # nothing was compiled, and the import takes a second
         return nullcontext()

@@ -20,6 +20,7 @@ from distlab.model.config import Checkpointing
 from distlab.parallel import Layout, ParallelModel, Strategy, get_strategy
 from distlab.parallel.build import BUCKET_SIZE_MB
 from distlab.parallel.layout import DATA_PARALLEL
+from distlab.parallel.meta import compiled_code_runs_eager
 from distlab.precision import DTYPES
 from distlab.simulate.events import Compute, EventLog, MemoryMoment, Wait
 from distlab.simulate.world import fake_world
@@ -90,7 +91,7 @@ def simulate_step(
     Args:
         strategy: name in `distlab.parallel.STRATEGIES`, or an entry. Torch's peers are refused.
         build: shape of the lab's Transformer, or a function that makes another module. It is called
-            where tensors are fake.
+            where tensors are fake. Compiled parts of the module run eager.
         make_step: function `make_step(wrapper, optimizer, mark)` that returns a function that
             trains one step and calls `mark("forward_backward")` before its optimizer's step, as
             `TrainStep` does.
@@ -142,12 +143,14 @@ def simulate_step(
         items_before: list[int] = []
         calls_before: list[int] = []
         moments_before: list[int] = []
-        for _ in range(STEPS):
-            items_before.append(len(log.items))
-            calls_before.append(len(log.calls))
-            moments_before.append(len(log.memory))
-            log.phase = "forward"
-            step()
+        # A user's module may be compiled, or parts of it.
+        with compiled_code_runs_eager():
+            for _ in range(STEPS):
+                items_before.append(len(log.items))
+                calls_before.append(len(log.calls))
+                moments_before.append(len(log.memory))
+                log.phase = "forward"
+                step()
         # Read the log before the wrapper closes, which may free memory and send.
         items = tuple(log.items[items_before[-2] :])
         calls = tuple(log.calls[calls_before[-1] :])

@@ -34,6 +34,7 @@ The rows are in `cases`, clocks and ceilings in `device_times`, the prediction i
 
 import dataclasses
 import gc
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -283,9 +284,9 @@ class Row:
 
     def measure(self) -> dict[str, dict[str, Any]]:
         """Check and time all variants. Return variant → metrics."""
-        # Only these forms use Dynamo, whose caches would otherwise count towards its limit of
-        # recompilations.
-        if not {"compile", "template", "max-autotune", "torchao"}.isdisjoint(self.found):
+        # After a number of recompilations Dynamo runs a function eager, which a list of sizes would
+        # reach. The user's own kernel may be compiled, too.
+        if "torch._dynamo" in sys.modules:
             # Reset once, and not between variants: captured graphs launch kernels that earlier
             # variants compiled.
             torch.compiler.reset()

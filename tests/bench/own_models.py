@@ -58,6 +58,11 @@ class MixtureOfExperts(nn.Module):
         return self.head(x + out)
 
 
+def compiled_blocks():
+    block = torch.compile(nn.Linear(8, 8), backend="eager")
+    return classify(nn.Sequential(nn.Linear(8, 8), block, nn.ReLU(), nn.Linear(8, 10)), 8)
+
+
 def mixture():
     return classify(MixtureOfExperts(), 8)
 

@@ -117,6 +117,19 @@ def get_rmsnorm_autograd_function_pytorch():
 """
 
 
+COMPILED = RMSNORM.replace(
+    "    @staticmethod\n    def backward",
+    "    @staticmethod\n    @torch.compile(backend=takes_too_long)\n    def backward",
+).replace("class Norm", "def takes_too_long(graph, inputs):\n    sys.exit(3)\n\n\nclass Norm")
+
+
+def test_a_submission_that_compiles_is_examined_without_the_compiler(tmp_path, capsys):
+    """It takes seconds for each shape, so a right backward would exceed the limit of time."""
+    folder = submission(tmp_path, "import sys\n" + COMPILED)
+    assert main(["grade", str(folder), "--only", "rmsnorm-pytorch", "--json"]) == 0
+    assert COMPILED.count("torch.compile") == 1 and "holds" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("form", ["--csv", "--json", "--markdown"])
 def test_a_folder_that_cannot_be_examined_costs_no_other_its_report(form, capsys, tmp_path):
     """A class's folder also holds a list of names, and a submission that forgot its adapters."""

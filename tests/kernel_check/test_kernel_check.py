@@ -155,6 +155,48 @@ def test_inputs_that_were_not_tried_are_not_called_right(monkeypatch):
     )
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_kernel_stays_compiled(fullgraph):
+    """Dynamo's own limit is eight graphs of a function, after which it runs eager or raises."""
+    ran_eager = []
+
+    @torch.compile(backend="eager", dynamic=False, fullgraph=fullgraph)
+    def gelu(x):
+        if not torch.compiler.is_compiling():
+            ran_eager.append(x.shape)
+        return F.gelu(x, approximate="tanh")
+
+    report = check_kernel(gelu, "gelu", count=20, device="cpu")
+    assert report.is_right and report.refused == 0 and not ran_eager
+
+
+def test_a_backward_that_is_compiled_stays_compiled():
+    ran_eager = []
+
+    @torch.compile(backend="eager", dynamic=False)
+    def gradient_of(x, upstream):
+        if not torch.compiler.is_compiling():
+            ran_eager.append(x.shape)
+        return upstream * torch.exp(x) / (1 + torch.exp(x)) ** 2
+
+    class Softplus(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return F.gelu(x, approximate="tanh")
+
+        @staticmethod
+        def backward(ctx, upstream):
+            gradient_of(*ctx.saved_tensors, upstream)
+            (x,) = ctx.saved_tensors
+            with torch.enable_grad():
+                leaf = x.detach().requires_grad_()
+                return torch.autograd.grad(F.gelu(leaf, approximate="tanh"), leaf, upstream)
+
+    report = check_kernel(Softplus, "gelu", count=20, device="cpu")
+    assert report.is_right and not ran_eager
+
+
 def test_a_kernel_may_refuse_what_it_does_not_support():
     report = check_kernel(hostile_kernels.refuses_strides, "rms_norm", count=0, device="cpu")
     assert report.is_right and report.refused >= 3

@@ -78,6 +78,26 @@ def _train(wrapper, optimizer, mark):
     return lambda: train([(tokens, tokens)])
 
 
+def test_a_compiled_module_runs_eager():
+    """Compiled code reads memory, which fake tensors do not have: the process would crash."""
+    compiled_for = []
+
+    def backend(graph, inputs):
+        compiled_for.append(graph)
+        return graph.forward
+
+    def build():
+        model = TransformerLM(CONFIG, device="cpu")
+        model.blocks[0] = torch.compile(model.blocks[0], backend=backend)
+        return model
+
+    plain = simulate_step(
+        "bucketed", lambda: TransformerLM(CONFIG, device="cpu"), _train, world_size=2
+    )
+    step = simulate_step("bucketed", build, _train, world_size=2)
+    assert not compiled_for and step.peak.total == plain.peak.total
+
+
 def test_flops_by_phase():
     config = preset("tiny", num_layers=2)
     step = simulate_training(config, "local", batch=3, world_size=2, dtype="fp32")

@@ -33,7 +33,7 @@ def killed_and_resumed(context, name, folder):
     return resumed, digest(whole.trainer.wrapper) == digest(second.trainer.wrapper)
 
 
-@pytest.mark.parametrize("name", ["overlapped", "torch_ddp", "two_rates"])
+@pytest.mark.parametrize("name", ["overlapped", "torch_ddp", "two_rates", "compiled_blocks"])
 def test_a_resumed_run_repeats_the_bits(name, tmp_path):
     assert run_ranks(killed_and_resumed, 2, name, str(tmp_path)) == [(True, True)] * 2
 
