@@ -693,7 +693,7 @@ RIGHT = [  # model, wrapper or strategy
     ("compiled", "ddp"),
     ("compiled", "zero1"),
     ("compiled_layers", "bucketed"),
-    ("compiled_layers", "fsdp2-of-ours"),
+    ("compiled_layers", "fsdp"),
 ]
 WRONG = {  # wrapper → model, signature, tensors that have it
     "in_bf16": ("mlp", signatures.ROUNDED, None),

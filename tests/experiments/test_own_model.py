@@ -41,7 +41,7 @@ UNUSED = {  # a part of what each says
         ("bert", ("local", "bucketed", "zero1", "fsdp2")),
         ("resnet", ("local", "zero1", "fsdp")),
         ("dictionary", ("local", "bucketed")),
-        ("compiled_blocks", ("local", "bucketed", "zero1", "fsdp2")),
+        ("compiled_blocks", ("local", "bucketed", "zero1", "fsdp", "fsdp2")),
     ],
 )
 def test_ddp_bench_takes_it_with_every_strategy_that_can(name, strategies, tmp_path):

@@ -64,6 +64,10 @@ def test_modules_that_cannot_be_wrapped(context):
 @on_one_rank
 def test_units_inside_a_compiled_graph(context):
     """The contract's "With the rest": compiled blocks work, a graph around units is refused."""
+    blocks = nn.Sequential(*(torch.compile(linear(), backend="aot_eager") for _ in range(2)))
+    fsdp = FSDP(nn.Sequential(blocks, nn.Linear(2, 2)), process_group=context.group)
+    assert [unit.name for unit in fsdp._units] == ["0.0", "0.1", "1"]
+    fsdp.close()
     in_place = nn.Sequential(linear(), nn.ReLU())
     in_place[0].compile(backend="aot_eager")
     for module in (torch.compile(linear(), backend="aot_eager"), in_place):

@@ -169,12 +169,13 @@ class UnitPlan:
 def plan_units(module: nn.Module, entries: Sequence[Entry]) -> list[UnitPlan]:
     """Group the sharded parameters into units, in registration order.
 
-    A parameter below an `nn.ModuleList` belongs to the child of the outermost one. Elsewhere it
-    belongs to the module that owns it, or to the outermost module that owns a matrix itself if such
-    modules are nested: `nn.MultiheadAttention`, for example, reads its child's weight without
-    calling the child. Modules without a forward, such as `nn.ParameterList`, are never called, so
-    their parameters belong to the module around them. Parameters of the root, and those tied across
-    units, form the root's unit, which is gathered for the whole forward.
+    A parameter below an `nn.ModuleList` belongs to the child of the outermost one. Elsewhere, one
+    below the result of `torch.compile` belongs to that, because hooks cannot run inside its graph.
+    Any other belongs to the module that owns it, or to the outermost module that owns a matrix
+    itself if such modules are nested: `nn.MultiheadAttention`, for example, reads its child's
+    weight without calling the child. Modules without a forward, such as `nn.ParameterList`, are
+    never called, so their parameters belong to the module around them. Parameters of the root, and
+    those tied across units, form the root's unit, which is gathered for the whole forward.
     """
     sharded = [entry for entry in entries if entry.is_sharded]
     paths = {}
@@ -228,8 +229,9 @@ def _unit_of(steps: Sequence[tuple[str, nn.Module]], owning: set[int]) -> tuple[
             break
     called = [position for position in range(1, len(steps)) if is_called(steps[position][1])]
     blocks = [position for position in called if position >= in_list]
+    compiled = [position for position in called if "_orig_mod" in steps[position][1]._modules]
     owners = [position for position in called if id(steps[position][1]) in owning]
-    candidates = [*blocks, *owners, 0]
+    candidates = [*blocks, *compiled, *owners, 0]
     return steps[candidates[0]]
 
 
