@@ -3,6 +3,7 @@
 import ctypes
 import os
 import sys
+import time
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,16 @@ def hangs_exits_or_breaks_the_gpu(x, weight):
 def hangs(x, weight):
     while True:
         pass
+
+
+def slowly(graph, inputs):
+    """Compile for 1,000 columns in 1.5 seconds, and for others at once."""
+    if any(each.shape == (1000,) for each in inputs):
+        time.sleep(1.5)
+    return graph.forward
+
+
+slow_to_compile = torch.compile(right, backend=slowly, dynamic=False)
 
 
 def crashes_or_prints(x, weight):

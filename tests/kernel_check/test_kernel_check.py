@@ -637,6 +637,12 @@ def test_a_kernel_that_always_hangs_ends_when_the_time_is_over(forks, capsys):
     assert code == 1 and answer["right"] == 0 and answer["not_tried"] > 50
 
 
+def test_a_compiled_kernel_has_time_to_compile_for_each_input(forks, capsys):
+    """1.5 seconds, where an input of a kernel that compiles nothing may take 0.5."""
+    code, answer = examined("slow_to_compile", capsys, "--case-seconds", "0.5")
+    assert code == 0 and answer["right"] > 40 and not answer["findings"]
+
+
 def test_a_kernel_that_crashes_costs_its_input_alone_and_one_that_prints_is_ended(forks, capsys):
     code, answer = examined("crashes_or_prints", capsys)
     assert code == 1 and answer["right"] > 30
