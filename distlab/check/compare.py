@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from distlab.bench.compiling import with_more_graphs
 from distlab.bench.task import Task, examined, own_task
 from distlab.bench.wrappers import wrapped_by
 from distlab.check.jobs import STEPS, Jobs
@@ -75,19 +76,22 @@ def check(
     patience = timedelta(seconds=4 * context.timeout_s + 60)
     own = replace(context, group=dist.new_group(timeout=patience))
     try:
-        # One rank decides. A difference in the last bit between ranks would be taken for a mistake
-        # of the wrapper.
-        lr = on_main(
-            own, lambda: step_size(task, task.batches(0, 0, own.device)[0], seed, own.device)
-        )
-        if optimizer is not torch.optim.SGD:
-            lr = task.lr  # the size of another optimizer's step does not follow from the gradient
-        task, candidate = replace(task, lr=lr), replace(candidate or task, lr=lr)
-        jobs = Jobs(task, candidate, strategy, same_batch, seed, optimizer, where)
-        # A number that was asked for is checked alone, without a second try.
-        if micro_batches is not None:
-            return _compare(own, context.group, jobs, micro_batches).verdict
-        return _compare_twice(own, context.group, jobs)
+        # The model, which may be compiled, is built many times.
+        with with_more_graphs():
+            # One rank decides. A difference in the last bit between ranks would be taken for a
+            # mistake of the wrapper.
+            lr = on_main(
+                own, lambda: step_size(task, task.batches(0, 0, own.device)[0], seed, own.device)
+            )
+            if optimizer is not torch.optim.SGD:
+                # The size of another optimizer's step does not follow from the gradient.
+                lr = task.lr
+            task, candidate = replace(task, lr=lr), replace(candidate or task, lr=lr)
+            jobs = Jobs(task, candidate, strategy, same_batch, seed, optimizer, where)
+            # A number that was asked for is checked alone, without a second try.
+            if micro_batches is not None:
+                return _compare(own, context.group, jobs, micro_batches).verdict
+            return _compare_twice(own, context.group, jobs)
     finally:
         dist.destroy_process_group(own.group)
 

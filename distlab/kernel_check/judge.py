@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distlab.bench.compiling import with_more_graphs
 from distlab.kernel_check.calls import Function, call_of
 from distlab.kernel_check.guards import NAN, GuardedAllocations
 from distlab.kernel_check.hostile import DTYPES, GUARD, Case, drawn
@@ -44,7 +45,6 @@ OF_CANCELLED = 4
 
 # What is wrong after an illegal or misaligned access on a GPU. The process can compute no more.
 BREAKS_GPU = "breaks the GPU's context"
-MOST_GRAPHS = 2**16  # graphs that Dynamo may compile of one function; there are fewer inputs
 
 
 @dataclass(frozen=True)
@@ -252,16 +252,10 @@ def run(call: Function, operation: Operation, case: Case, tensors: Sequence[Tens
 
 
 def every_input_compiled() -> AbstractContextManager[Any]:
-    """Let Dynamo compile a function for every kind of input inside a `with` block.
-
-    After eight graphs of a function it would run the function eager, and the examination would
-    judge other code than the user's. With `fullgraph=True` it would refuse these inputs.
-    """
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is None:  # nothing was compiled, and the import takes a second
+    """Let Dynamo compile a function for every kind of input inside a `with` block."""
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled, and the import takes a second
         return nullcontext()
-    limits = {"recompile_limit": MOST_GRAPHS, "accumulated_recompile_limit": MOST_GRAPHS}
-    return dynamo.config.patch(limits)
+    return with_more_graphs()
 
 
 def has_compiled() -> bool:

@@ -14,10 +14,12 @@ user's wrapper, tried first), `rows.py` (what is known of a row), `comparison.py
 several rows, and sentences) and `columns.py`.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
+from distlab.bench.compiling import with_more_graphs
 from distlab.bench.task import OwnModel, check_name
 from distlab.bench.trial import refusals
 from distlab.bench.variant import BenchOptions, Variant, require_memory, takes, variants
@@ -140,6 +142,14 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
         MemoryError: the model with this batch fits under no strategy.
         ValueError: a strategy that needs a GPU, without one.
     """
+    # The user's code may be compiled, and each row builds it anew in each round.
+    is_users = config.factory is not None or config.wraps
+    with with_more_graphs() if is_users else nullcontext():
+        _measure(config, context, run)
+
+
+def _measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
+    """Measure as `measure` says, with Dynamo's limits as they are."""
     if context.world_size == 1:
         run.notice("one rank: nothing is communicated. For more: --nproc 2")
     known = config.variants()

@@ -137,8 +137,9 @@ def opened(context: RankContext, config: TrialConfig) -> Iterator[Trial]:
         with closing(Trial(context, config, variant, scaled=config.dtype == "fp16")) as trial:
             yield trial
     finally:
-        # The next trial, with other shapes, must be compiled as in a process of its own.
-        if config.compile != "off":
+        # The next trial, with other shapes, must be compiled as in a process of its own. A user's
+        # model may be compiled as well.
+        if config.compile != "off" or config.factory is not None:
             torch.compiler.reset()
         # Leave the memory to other processes on the GPU. Without a GPU this does nothing.
         torch.cuda.empty_cache()

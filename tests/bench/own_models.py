@@ -63,6 +63,19 @@ def compiled_blocks():
     return classify(nn.Sequential(nn.Linear(8, 8), block, nn.ReLU(), nn.Linear(8, 10)), 8)
 
 
+def compiled_here():
+    """Compiled, of a class that is another one in each call: no two models share their graphs."""
+
+    class Layers(nn.Sequential):
+        def forward(self, x):
+            if not torch.compiler.is_compiling():
+                raise RuntimeError("it ran eager")
+            return super().forward(x)
+
+    layers = Layers(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 10))
+    return classify(torch.compile(layers, backend="eager", fullgraph=True), 8)
+
+
 def mixture():
     return classify(MixtureOfExperts(), 8)
 

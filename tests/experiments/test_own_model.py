@@ -42,6 +42,7 @@ UNUSED = {  # a part of what each says
         ("resnet", ("local", "zero1", "fsdp")),
         ("dictionary", ("local", "bucketed")),
         ("compiled_blocks", ("local", "bucketed", "zero1", "fsdp", "fsdp2")),
+        ("compiled_here", ("local", "naive", "bucketed", "zero1", "torch-ddp")),
     ],
 )
 def test_ddp_bench_takes_it_with_every_strategy_that_can(name, strategies, tmp_path):
