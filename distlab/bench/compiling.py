@@ -3,12 +3,12 @@
 from contextlib import AbstractContextManager
 from typing import Any
 
-# Times the limit that a user's process has. The largest number of models in a run is a few dozen.
+# Times the limit that a user's process has. A run has a few dozen models, or a hundred inputs.
 TIMES = 2**7
 
 
-def with_more_graphs(times: int = TIMES) -> AbstractContextManager[Any]:
-    """Let Dynamo compile `times` as many graphs of each function inside a `with` block.
+def with_more_graphs() -> AbstractContextManager[Any]:
+    """Let Dynamo compile `TIMES` as many graphs of each function inside a `with` block.
 
     This holds for this thread. After eight graphs of a function, Dynamo runs it eager, or raises
     with `fullgraph=True`. A user's process has one model and few kinds of inputs. A process here
@@ -18,4 +18,4 @@ def with_more_graphs(times: int = TIMES) -> AbstractContextManager[Any]:
 
     config = torch._dynamo.config
     names = ("recompile_limit", "accumulated_recompile_limit")
-    return config.patch({name: times * getattr(config, name) for name in names})
+    return config.patch({name: TIMES * getattr(config, name) for name in names})

@@ -54,7 +54,8 @@ class Call:
     def for_sizes(self, tensors: Sequence[Tensor]) -> Function:
         """Return the same call for tensors of these sizes, which can be timed.
 
-        It adds a dict of arguments at most. Without further arguments it is the kernel itself.
+        Without further arguments this is the kernel itself. Otherwise the arguments are found here,
+        and not in the call.
         """
 
         def value_of(given: Any) -> Any:

@@ -174,12 +174,12 @@ def test_a_backward_that_is_compiled_stays_compiled():
     ran_eager = []
 
     @torch.compile(backend="eager", dynamic=False)
-    def gradient_of(x, upstream):
+    def unchanged(upstream):
         if not torch.compiler.is_compiling():
-            ran_eager.append(x.shape)
-        return upstream * torch.exp(x) / (1 + torch.exp(x)) ** 2
+            ran_eager.append(upstream.shape)
+        return upstream * 1
 
-    class Softplus(torch.autograd.Function):
+    class Gelu(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
             ctx.save_for_backward(x)
@@ -187,13 +187,13 @@ def test_a_backward_that_is_compiled_stays_compiled():
 
         @staticmethod
         def backward(ctx, upstream):
-            gradient_of(*ctx.saved_tensors, upstream)
             (x,) = ctx.saved_tensors
             with torch.enable_grad():
                 leaf = x.detach().requires_grad_()
-                return torch.autograd.grad(F.gelu(leaf, approximate="tanh"), leaf, upstream)
+                result = F.gelu(leaf, approximate="tanh")
+            return torch.autograd.grad(result, leaf, unchanged(upstream))
 
-    report = check_kernel(Softplus, "gelu", count=20, device="cpu")
+    report = check_kernel(Gelu, "gelu", count=20, device="cpu")
     assert report.is_right and not ran_eager
 
 

@@ -68,6 +68,11 @@ def test_units_inside_a_compiled_graph(context):
     fsdp = FSDP(nn.Sequential(blocks, nn.Linear(2, 2)), process_group=context.group)
     assert [unit.name for unit in fsdp._units] == ["0.0", "0.1", "1"]
     fsdp.close()
+    attention = nn.MultiheadAttention(4, 1)  # reads its child's weight
+    attention.out_proj = torch.compile(attention.out_proj, backend="aot_eager")
+    fsdp = FSDP(nn.Sequential(attention), process_group=context.group)
+    assert [unit.name for unit in fsdp._units] == ["0"]
+    fsdp.close()
     in_place = nn.Sequential(linear(), nn.ReLU())
     in_place[0].compile(backend="aot_eager")
     for module in (torch.compile(linear(), backend="aot_eager"), in_place):

@@ -169,11 +169,11 @@ class UnitPlan:
 def plan_units(module: nn.Module, entries: Sequence[Entry]) -> list[UnitPlan]:
     """Group the sharded parameters into units, in registration order.
 
-    A parameter below an `nn.ModuleList` belongs to the child of the outermost one. Elsewhere, one
-    below the result of `torch.compile` belongs to that, because hooks cannot run inside its graph.
-    Any other belongs to the module that owns it, or to the outermost module that owns a matrix
-    itself if such modules are nested: `nn.MultiheadAttention`, for example, reads its child's
-    weight without calling the child. Modules without a forward, such as `nn.ParameterList`, are
+    A parameter below an `nn.ModuleList` belongs to the child of the outermost one. Elsewhere it
+    belongs to the module that owns it, or to the outermost module that owns a matrix itself if such
+    modules are nested: `nn.MultiheadAttention`, for example, reads its child's weight without
+    calling the child. The result of `torch.compile` counts as one that owns a matrix, because hooks
+    cannot run inside its graph. Modules without a forward, such as `nn.ParameterList`, are
     never called, so their parameters belong to the module around them. Parameters of the root, and
     those tied across units, form the root's unit, which is gathered for the whole forward.
     """
@@ -231,7 +231,8 @@ def _unit_of(steps: Sequence[tuple[str, nn.Module]], owning: set[int]) -> tuple[
     blocks = [position for position in called if position >= in_list]
     compiled = [position for position in called if "_orig_mod" in steps[position][1]._modules]
     owners = [position for position in called if id(steps[position][1]) in owning]
-    candidates = [*blocks, *compiled, *owners, 0]
+    # The outermost of both: a module that owns a matrix may read that of a compiled child, too.
+    candidates = [*blocks, *sorted([*compiled, *owners]), 0]
     return steps[candidates[0]]
 
 
